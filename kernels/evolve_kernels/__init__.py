@@ -1,0 +1,1 @@
+"""Triton kernels for the operations of ``evolve``. They never import ``evolve``."""

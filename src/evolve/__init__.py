@@ -1,0 +1,8 @@
+"""evolve: from GPT-2 to Kimi K3, one memory at a time.
+
+One module a rung (``evolve.full_attention`` ... ``evolve.k3``), shared parts beside them, the
+instruments in ``evolve.lab``. Importing this package needs PyTorch and nothing else: no Triton, no GPU,
+no matplotlib.
+"""
+
+__version__ = "0.1.0"

@@ -1,0 +1,1 @@
+"""The instruments: probes, tasks, training, accounting and plotting, shared by every rung."""
