@@ -5,4 +5,8 @@ instruments in ``evolve.lab``. Importing this package needs PyTorch and nothing 
 no matplotlib.
 """
 
+from evolve.full_attention import GPT2, GPT2Config
+from evolve.generation import generate
+
 __version__ = "0.1.0"
+__all__ = ["GPT2", "GPT2Config", "generate"]

@@ -1,0 +1,188 @@
+"""Reading and writing model folders: ``config.json`` beside ``model.safetensors``.
+
+Nothing here executes what it reads. safetensors holds numbers only; the older ``pytorch_model.bin`` is
+read with PyTorch's ``weights_only`` unpickler, which refuses everything but tensors. Files are written
+to a temporary name and renamed, so that a reader never meets half a file.
+"""
+
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import safetensors
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from evolve.checks import require
+
+WEIGHTS, PICKLED_WEIGHTS, CONFIG = "model.safetensors", "pytorch_model.bin", "config.json"
+
+
+def resolve_folder(path_or_name: str | os.PathLike, published: Mapping[str, str]) -> Path:
+    """The local folder for a path, or for a published name (``published``: name -> hub repository).
+
+    A name that is no local folder is downloaded from the Hugging Face Hub, and its size printed first;
+    this is the only place in the package that uses the network.
+    """
+    name, folder = os.fspath(path_or_name), Path(path_or_name)
+    if name and folder.is_dir():  # Path("") would be the current folder
+        return folder
+    require(not folder.is_file(), f"path_or_name must be a folder or a published name, got the file {folder}")
+    require(
+        name in published or name in published.values(),
+        f"path_or_name must be an existing folder or one of {sorted(published)}, got {name!r}",
+    )
+    return _download(published.get(name, name))
+
+
+def read_config(folder: Path) -> dict:
+    """The JSON object in ``config.json``."""
+    file = folder / CONFIG
+    require(file.is_file(), f"path_or_name must hold {CONFIG}, but {folder} has none")
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is not valid JSON: {error}") from error
+    require(isinstance(config, dict), f"{file} must hold a JSON object, got {type(config).__name__}")
+    return config
+
+
+def build_config(kind: type, sizes: dict, folder: Path):
+    """``kind(**sizes)``; what it refuses is reported with the file's name."""
+    try:
+        return kind(**sizes)
+    except ValueError as error:
+        raise ValueError(f"{folder / CONFIG}: {error}") from None
+
+
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """All tensors of the folder's weight file, on the CPU; safetensors first."""
+    file = folder / WEIGHTS
+    if file.is_file():
+        try:
+            return load_file(file)
+        except (safetensors.SafetensorError, OSError) as error:
+            raise ValueError(f"{file} is not a complete safetensors file: {error}") from error
+    file = folder / PICKLED_WEIGHTS
+    require(
+        file.is_file(), f"path_or_name must hold {WEIGHTS} or {PICKLED_WEIGHTS}, but {folder} has neither"
+    )
+    try:
+        tensors = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises many kinds for a damaged or unsafe pickle
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(f"{file} cannot be read safely: {reason}") from error
+    plain = isinstance(tensors, dict) and all(isinstance(t, Tensor) for t in tensors.values())
+    require(plain, f"{file} must hold a dictionary of tensors")
+    return tensors
+
+
+def check_tensors(
+    expected: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor], source: Path
+) -> None:
+    """Names and shapes must be the expected ones; every difference is reported at once."""
+    missing = [name for name in expected if name not in tensors]
+    unexpected = [name for name in tensors if name not in expected]
+    misfits = [
+        f"{name} is {list(tensors[name].shape)}, expected {list(shape)}"
+        for name, shape in expected.items()
+        if name in tensors and tuple(tensors[name].shape) != tuple(shape)
+    ]
+    whole = [name for name, t in tensors.items() if name in expected and not t.is_floating_point()]
+    problems = [
+        ("missing", missing),
+        ("unexpected", unexpected),
+        ("wrong shape", misfits),
+        ("not float", whole),
+    ]
+    report = "; ".join(f"{what}: {_some(names)}" for what, names in problems if names)
+    require(not report, f"the weights in {source} do not fit the configuration: {report}")
+
+
+def load_model(build: Callable[[], nn.Module], tensors: dict[str, Tensor], dtype, device) -> nn.Module:
+    """Build the model without allocating its weights, then give it ``tensors`` (already checked)."""
+    with torch.device("meta"):
+        model = build()
+    tensors = {name: t.to(device=device, dtype=dtype).contiguous() for name, t in tensors.items()}
+    model.load_state_dict(tensors, assign=True)
+    return model.requires_grad_(True).eval()
+
+
+def write_folder(folder: str | os.PathLike, config: dict, tensors: dict[str, Tensor]) -> None:
+    """Write ``config.json`` and ``model.safetensors`` into ``folder`` (made if absent), each atomically."""
+    folder = Path(folder)
+    require(not folder.exists() or folder.is_dir(), f"dir must be a folder, got the file {folder}")
+    require(not any(t.is_meta for t in tensors.values()), "the model has no weights to save (meta device)")
+    folder.mkdir(parents=True, exist_ok=True)
+    # One copy of every tensor: safetensors refuses tensors that share memory.
+    tensors = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+    text = json.dumps(config, indent=2, sort_keys=True) + "\n"
+    with replacing(folder / WEIGHTS) as file:
+        save_file(tensors, file, metadata={"format": "pt"})
+    with replacing(folder / CONFIG) as file:
+        file.write_text(text, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def replacing(target: Path):
+    """A temporary file beside ``target`` that takes its place if the block succeeds, and else vanishes."""
+    handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+    os.close(handle)
+    try:
+        yield Path(name)
+        with open(name, "rb") as written:
+            os.fsync(written.fileno())
+        os.chmod(name, 0o666 & ~_umask())
+        os.replace(name, target)
+    finally:
+        Path(name).unlink(missing_ok=True)
+
+
+def load_tokenizer(path_or_name: str | os.PathLike, published: Mapping[str, str]):
+    """The folder's byte-pair tokenizer (``tokenizer.json``, or ``vocab.json`` with ``merges.txt``).
+
+    Needs the ``tokenizers`` package (``pip install evolve-k3[hub]``).
+    """
+    tokenizers = _optional("tokenizers")
+    folder = resolve_folder(path_or_name, published)
+    file, vocab, merges = folder / "tokenizer.json", folder / "vocab.json", folder / "merges.txt"
+    found = file.is_file() or (vocab.is_file() and merges.is_file())
+    require(
+        found, f"path_or_name must hold tokenizer.json, or vocab.json and merges.txt, but {folder} does not"
+    )
+    try:
+        if file.is_file():
+            return tokenizers.Tokenizer.from_file(str(file))
+        return tokenizers.ByteLevelBPETokenizer(str(vocab), str(merges))
+    except Exception as error:  # the library raises plain Exception
+        raise ValueError(f"the tokenizer in {folder} cannot be read: {error}") from error
+
+
+def _download(repository: str) -> Path:
+    hub = _optional("huggingface_hub")
+    size = hub.get_hf_file_metadata(hub.hf_hub_url(repository, WEIGHTS)).size
+    print(f"{repository}: downloading {WEIGHTS} ({size / 1e6:,.0f} MB) from the Hugging Face Hub, once")
+    files = [CONFIG, WEIGHTS, "tokenizer.json"]
+    return Path(hub.snapshot_download(repository, allow_patterns=files))
+
+
+def _optional(module: str):
+    try:
+        return __import__(module)
+    except ImportError as error:
+        raise ImportError(f"this needs {module}: pip install 'evolve-k3[hub]'") from error
+
+
+def _some(names: list[str], limit: int = 8) -> str:
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
