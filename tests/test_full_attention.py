@@ -96,10 +96,11 @@ def test_hidden_keys_may_hold_anything(backend):
 
 @pytest.mark.parametrize("backend", ["torch", "sdpa"])
 def test_the_future_never_changes_the_past(backend):
-    q, k, v = (torch.randn(2, 9, 2, 8) for _ in "qkv")
+    q, k, v = (torch.randn(2, 300, 2, 8) for _ in "qkv")
     before = softmax_attention(q, k, v, backend=backend)
-    k[:, 6:], v[:, 6:] = 100.0, -100.0
-    assert torch.equal(softmax_attention(q, k, v, backend=backend)[:, :6], before[:, :6])
+    for t in (256, 37, 6, 1):
+        k[:, t:], v[:, t:] = 100.0, -100.0
+        assert torch.equal(softmax_attention(q, k, v, backend=backend)[:, :t], before[:, :t])
 
 
 def test_attention_matches_stored_float64_results():
@@ -354,7 +355,8 @@ def test_loss_counts_only_what_is_asked():
         ({"n_embd": 25}, "n_embd must be a multiple of n_head"),
         ({"n_layer": 0}, "n_layer must be a positive integer, got 0"),
         ({"vocab_size": 1.5}, "vocab_size must be a positive integer"),
-        ({"layer_norm_epsilon": 0}, "layer_norm_epsilon must be > 0"),
+        ({"layer_norm_epsilon": 0}, "layer_norm_epsilon must be positive and finite"),
+        ({"initializer_range": float("nan")}, "initializer_range must be positive"),
         ({"n_head": None}, "n_head must be a positive integer"),
     ],
 )

@@ -58,10 +58,12 @@ def softmax_attention(
     if key_mask is not None:  # a hidden key has weight 0, but 0 * nan would still be nan
         k = k.masked_fill(~key_mask[:, :, None, None], 0)
         v = v.masked_fill(~key_mask[:, :, None, None], 0)
-    visible = visible_keys(T, S, causal, key_mask, q.device)
-    attend = attention_by_hand if backend == "torch" else _fused_attention
     # Value heads that share a key head are just one wider value: [B, S, H, (HV / H) V].
-    o = attend(q, k, v.reshape(B, S, H, HV // H * V if H else V), scale, visible)
+    v = v.reshape(B, S, H, HV // H * V if H else V)
+    if backend == "torch":
+        o = attention_by_hand(q, k, v, scale, visible_keys(T, S, causal, key_mask, q.device))
+    else:
+        o = _fused_attention(q, k, v, scale, causal, key_mask)
     return o.reshape(B, T, HV, V)
 
 
@@ -84,17 +86,21 @@ def attention_by_hand(q: Tensor, k: Tensor, v: Tensor, scale: float, visible: Te
     return torch.einsum("bhts,bshv->bthv", p, v.to(p.dtype)).to(v.dtype)
 
 
-def _fused_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, visible: Tensor | None) -> Tensor:
+def _fused_attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, key_mask: Tensor | None
+) -> Tensor:
     """The same by PyTorch's fused kernel, which never holds the [T, S] weights at once."""
+    T, S = q.shape[1], k.shape[1]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, H, T, K]
-    if visible is None or k.shape[2] == 0:
-        o = F.scaled_dot_product_attention(q, k, v, scale=scale)
-    else:
-        # A query that sees nothing is shown everything and then zeroed, so that no nan can arise.
-        blind = ~visible.any(dim=-1, keepdim=True)
-        o = F.scaled_dot_product_attention(q, k, v, attn_mask=visible | blind, scale=scale)
-        o = o.masked_fill(blind, 0)
-    return o.transpose(1, 2)
+    if causal and T == S and key_mask is None:  # the only causal mask that PyTorch aligns as we do
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale).transpose(1, 2)
+    visible = visible_keys(T, S, causal, key_mask, q.device)
+    if visible is None or S == 0:
+        return F.scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2)
+    # A query that sees nothing is shown everything and then zeroed, so that no nan can arise.
+    blind = ~visible.any(dim=-1, keepdim=True)
+    o = F.scaled_dot_product_attention(q, k, v, attn_mask=visible | blind, scale=scale)
+    return o.masked_fill(blind, 0).transpose(1, 2)
 
 
 def visible_keys(
@@ -141,6 +147,7 @@ class GPT2Config:
     n_head: int = 12  # H; the head dim is D / H
     n_inner: int | None = None  # F, width of the feed-forward; 4 D if None
     layer_norm_epsilon: float = 1e-5
+    initializer_range: float = 0.02  # std of the initial weights; the release's value suits its widths
 
     def __post_init__(self) -> None:
         for field in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "n_inner"):
@@ -153,8 +160,10 @@ class GPT2Config:
             self.n_embd % self.n_head == 0,
             f"n_embd must be a multiple of n_head = {self.n_head}, got {self.n_embd}",
         )
-        eps = self.layer_norm_epsilon
-        require(isinstance(eps, int | float) and eps > 0, f"layer_norm_epsilon must be > 0, got {eps!r}")
+        for field in ("layer_norm_epsilon", "initializer_range"):
+            x = getattr(self, field)
+            fits = isinstance(x, int | float) and not isinstance(x, bool) and 0 < x < math.inf
+            require(fits, f"{field} must be positive and finite, got {x!r}")
 
     @classmethod
     def published(cls, name: str) -> "GPT2Config":
@@ -248,17 +257,20 @@ class GPT2(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """The released initialisation: N(0, 0.02), positions N(0, 0.01), and the projections that write
+        """The released initialisation: N(0, 0.02), positions half of that, and the projections that write
         into the residual stream divided by sqrt(2 L), so that the stream's variance does not grow with L."""
+        std = self.config.initializer_range
         for name, p in self.named_parameters():
             if name.endswith("bias"):
                 p.zero_()
             elif ".ln_" in name or name.startswith("ln_"):
                 p.fill_(1.0)
             else:
-                std = 0.01 if name == "wpe.weight" else 0.02
                 residual = name.endswith("c_proj.weight")
-                p.normal_(0.0, std * (2 * self.config.n_layer) ** -0.5 if residual else std)
+                share = (
+                    (2 * self.config.n_layer) ** -0.5 if residual else 0.5 if name == "wpe.weight" else 1.0
+                )
+                p.normal_(0.0, share * std)
 
     def new_cache(self, batch_size: int) -> Cache:
         """An empty cache for ``batch_size`` sequences; the forward pass fills it in place."""

@@ -14,7 +14,7 @@ HUB_REPOSITORIES = {
 }
 
 SIZES = ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head")
-OPTIONAL_SIZES = ("n_inner", "layer_norm_epsilon")
+OPTIONAL_SIZES = ("n_inner", "layer_norm_epsilon", "initializer_range")
 
 # What a published config.json may say besides the sizes; any other value would be another model.
 CONSTANTS = {
