@@ -3,6 +3,8 @@
 Public functions check first and compute afterwards, so that bad input changes nothing.
 """
 
+import numbers
+
 import torch
 from torch import Tensor
 
@@ -50,3 +52,9 @@ def check_token_ids(name: str, ids: Tensor, vocab_size: int, mask: Tensor | None
             low >= 0 and high < vocab_size,
             f"{name} must lie in [0, {vocab_size}), got values from {low} to {high}",
         )
+
+
+def check_count(name: str, n: object, least: int = 1) -> None:
+    """``n`` must be an integer (not a bool) of at least ``least``."""
+    fits = isinstance(n, numbers.Integral) and not isinstance(n, bool) and n >= least
+    require(fits, f"{name} must be an integer >= {least}, got {n!r}")

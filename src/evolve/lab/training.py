@@ -1,0 +1,258 @@
+"""One training loop for every rung: AdamW, warm-up and cosine, clipping, validation, exact resume.
+
+Batch n is a function of n (``batches(n)``), and the checkpoint holds everything else that changes: weights,
+optimiser, random state, curve. So a run that is killed at any step and started again gives, bit for bit,
+the numbers of a run that was not.
+"""
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import platform
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from evolve.checkpoint import replacing
+from evolve.checks import check_count, require
+from evolve.lab.seeds import seed_everything
+from evolve.lab.tasks import Batch
+
+__all__ = ["Run", "TrainingConfig", "learning_rate", "seed_everything", "train"]
+
+Batches = Callable[[int], Batch]
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """How to train. Raises ``ValueError`` for values that make no sense."""
+
+    steps: int
+    peak: float = 3e-3  # the largest learning rate
+    warm_up: int = 50  # steps on which it rises to that in a line; a cosine takes it to 0 afterwards
+    betas: tuple[float, float] = (0.9, 0.98)  # AdamW's memory of gradients and of their squares
+    weight_decay: float = 0.1  # on matrices only, not on gains and biases
+    clip: float = 1.0  # largest norm of the gradient
+    seed: int = 0  # of whatever the model draws while training
+    eval_every: int = 50  # steps between two validations; the last step always has one
+    save_every: int = 50  # steps between two checkpoints, if there is a file for them
+
+    def __post_init__(self) -> None:
+        for name, least in (("steps", 1), ("warm_up", 0), ("seed", 0), ("eval_every", 1), ("save_every", 1)):
+            check_count(name, getattr(self, name), least)
+        object.__setattr__(self, "betas", tuple(self.betas))  # JSON has lists only
+        for name in ("peak", "clip"):
+            x = getattr(self, name)
+            fits = isinstance(x, int | float) and 0 < x < math.inf
+            require(fits, f"{name} must be positive and finite, got {x!r}")
+        decay = self.weight_decay
+        fits = isinstance(decay, int | float) and 0 <= decay < math.inf
+        require(fits, f"weight_decay must be >= 0 and finite, got {decay!r}")
+        pair = len(self.betas) == 2 and all(isinstance(b, int | float) and 0 <= b < 1 for b in self.betas)
+        require(pair, f"betas must be two numbers in [0, 1), got {self.betas!r}")
+
+
+@dataclass
+class Run:
+    """What a training run measured: the loss of every step, and each validation as ``{"step": ..., ...}``."""
+
+    config: TrainingConfig
+    loss: list[float] = field(default_factory=list)
+    validation: list[dict[str, float]] = field(default_factory=list)
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps after which there was a validation."""
+        return [int(row["step"]) for row in self.validation]
+
+    def curve(self, metric: str) -> list[float]:
+        """That metric of each validation. Raises ``ValueError`` if it was not measured."""
+        known = sorted(self.validation[0].keys() - {"step"}) if self.validation else []
+        require(metric in known, f"metric must be one of {known}, got {metric!r}")
+        return [row[metric] for row in self.validation]
+
+    def save(self, path: str | os.PathLike, *, command: str) -> None:
+        """Store the run as JSON, with the command that repeats it and the versions that made it."""
+        versions = {"python": platform.python_version(), "torch": torch.__version__}
+        stored = {"command": command, "versions": versions} | dataclasses.asdict(self)
+        with replacing(Path(path)) as file:
+            file.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike) -> "Run":
+        """Read a stored run. Raises ``ValueError`` naming the file if it is not one."""
+        try:
+            stored = json.loads(Path(path).read_text(encoding="utf-8"))
+            config = TrainingConfig(**stored["config"])
+            return cls(config, [float(x) for x in stored["loss"]], [dict(r) for r in stored["validation"]])
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"{path} is not a stored run: {error}") from error
+
+
+def learning_rate(config: TrainingConfig, step: int) -> float:
+    """Linear warm-up to ``peak``, then half a cosine that reaches 0 after the last step."""
+    if step < config.warm_up:
+        return config.peak * (step + 1) / config.warm_up
+    share = (step - config.warm_up) / max(1, config.steps - config.warm_up)
+    return config.peak * (1 + math.cos(math.pi * share)) / 2
+
+
+def train(
+    model: nn.Module,
+    batches: Batches,
+    config: TrainingConfig,
+    *,
+    validate: Callable[[nn.Module], dict[str, float]] | None = None,
+    checkpoint: str | os.PathLike | None = None,
+    label: str = "training",
+) -> Run:
+    """Train ``model`` in place on ``batches(0), batches(1), ...`` and return the curve.
+
+    ``model.loss(input_ids, targets)`` is minimised. ``validate(model)`` returns named numbers. With a
+    ``checkpoint`` file the run goes on from it if it exists, exactly as if it had never stopped. The global
+    random state is used, seeded, and put back. Denormal numbers are flushed to zero on the CPU, since they
+    slow a nearly finished run by a factor of three.
+
+    Raises ``ValueError`` if the checkpoint is damaged or belongs to another run, ``FloatingPointError``
+    naming the step if the loss is not finite (model and checkpoint then keep the last good step).
+    """
+    torch.set_flush_denormal(True)
+    optimizer = _optimizer(model, config)
+    run, identity = Run(config), _identity(model, batches, config)
+    file = None if checkpoint is None else Path(checkpoint)
+    require(file is None or file.parent.is_dir(), f"checkpoint must lie in an existing folder, got {file}")
+    with torch.random.fork_rng(), _progress(config.steps, label) as bar:
+        torch.manual_seed(config.seed)
+        if file is not None and file.exists():
+            _resume(file, identity, model, optimizer, run)
+        bar.update(len(run.loss))
+        while len(run.loss) < config.steps:
+            _step(model, batches, optimizer, run)
+            done = len(run.loss)
+            if validate is not None and (done % config.eval_every == 0 or done == config.steps):
+                run.validation.append({"step": done} | _validated(model, validate))
+            if file is not None and (done % config.save_every == 0 or done == config.steps):
+                _save(file, identity, model, optimizer, run)
+            bar.update(1)
+            bar.set_postfix_str(f"loss {run.loss[-1]:.3f}", refresh=False)
+    return run
+
+
+def _optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.AdamW:
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    others = [p for p in model.parameters() if p.ndim != 2]
+    groups = [
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW([g for g in groups if g["params"]], lr=config.peak, betas=config.betas)
+
+
+def _step(model: nn.Module, batches: Batches, optimizer: torch.optim.Optimizer, run: Run) -> None:
+    """One step of descent; nothing has changed if the loss turns out not to be finite."""
+    step = len(run.loss)
+    batch = batches(step)
+    model.train()
+    loss = model.loss(batch.input_ids, batch.targets)
+    value = loss.item()
+    if not math.isfinite(value):
+        raise FloatingPointError(f"the loss became {value} at step {step}: try a smaller peak or clip")
+    optimizer.zero_grad(set_to_none=True)
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), run.config.clip)
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate(run.config, step)
+    optimizer.step()
+    run.loss.append(value)
+
+
+@torch.no_grad()
+def _validated(model: nn.Module, validate: Callable[[nn.Module], dict[str, float]]) -> dict[str, float]:
+    """The validation's numbers; the model's mode and the random state are as before."""
+    was_training = model.training
+    with torch.random.fork_rng():
+        numbers = {name: float(x) for name, x in validate(model.eval()).items()}
+    model.train(was_training)
+    return numbers
+
+
+# -------------------------------------------------------------------------------------- checkpoints
+
+
+def _identity(model: nn.Module, batches: Batches, config: TrainingConfig) -> dict[str, str]:
+    """What must be the same for a checkpoint to belong to this run, as text."""
+    first = batches(0)
+    data = hashlib.sha256(first.input_ids.numpy().tobytes() + first.targets.numpy().tobytes())
+    shapes = {name: list(p.shape) for name, p in model.named_parameters()}
+    fields = {name: repr(value) for name, value in dataclasses.asdict(config).items()}
+    return fields | {"model": json.dumps(shapes), "data": data.hexdigest()}
+
+
+def _save(file: Path, identity: dict, model: nn.Module, optimizer: torch.optim.Optimizer, run: Run) -> None:
+    state = {
+        "identity": identity,
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "random": torch.random.get_rng_state(),
+        "loss": run.loss,
+        "validation": run.validation,
+    }
+    with replacing(file) as temporary:
+        torch.save(state, temporary)
+
+
+def _resume(file: Path, identity: dict, model: nn.Module, optimizer: torch.optim.Optimizer, run: Run) -> None:
+    """Put everything back as it was when ``file`` was written; the file itself is never touched."""
+    try:
+        state = torch.load(file, weights_only=True)
+        stored = state["identity"]
+        differing = [key for key in identity if stored.get(key) != identity[key]]
+    except Exception as error:  # torch raises many kinds for a damaged file
+        raise ValueError(f"checkpoint {file} is damaged or not one of ours: {error!r}"[:300]) from error
+    require(
+        not differing,
+        f"checkpoint {file} belongs to another run: {', '.join(differing)} differ",
+    )
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    torch.random.set_rng_state(state["random"])
+    run.loss, run.validation = list(state["loss"]), list(state["validation"])
+
+
+# ----------------------------------------------------------------------------------------- progress
+
+
+class _NoBar:
+    """Stands in for a progress bar where nobody watches."""
+
+    def __enter__(self) -> "_NoBar":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def update(self, _: int) -> None:
+        pass
+
+    def set_postfix_str(self, *_: object, **__: object) -> None:
+        pass
+
+
+def _progress(steps: int, label: str):
+    """A bar in terminals and live notebooks; ``EVOLVE_PROGRESS=0`` switches it off, for stored outputs."""
+    ipython = sys.modules.get("IPython")
+    live = ipython is not None and hasattr(ipython.get_ipython(), "kernel")
+    watched = live or sys.stderr.isatty()
+    if os.environ.get("EVOLVE_PROGRESS") == "0" or not watched:
+        return _NoBar()
+    try:
+        from tqdm.auto import tqdm
+    except ImportError:  # the bar is a comfort, not a need
+        return _NoBar()
+    return tqdm(total=steps, desc=label, leave=False)
