@@ -12,7 +12,7 @@ from evolve.lab.style import MARGIN, WIDTH, Panel, styled
 
 
 class Rung(NamedTuple):
-    """One rung: the mechanism (a key of ``MECHANISMS``), its name, and the memory that it adds, in a few words."""
+    """One rung: its mechanism (a key of ``MECHANISMS``), its name, the memory that it adds in few words."""
 
     mechanism: str
     name: str
@@ -49,8 +49,8 @@ def ladder_alt(lit: int = 1) -> str:
 def ladder(lit: int = 1, *, compact: bool = False) -> Panel:
     """The staircase with rung ``lit`` (1–9) in its mechanism's colour, those before calm, those after faint.
 
-    720 CSS pixels wide, readable down to 360; ``compact=True`` is a 360-pixel drawing for narrow columns, with
-    numbers on the steps and the lit rung's name only. ``ValueError`` when ``lit`` is not 1 … 9.
+    720 CSS pixels wide, its heading readable down to 360; ``compact=True`` is a 360-pixel drawing for narrow
+    columns, with numbers on the steps and the lit rung's name only. ``ValueError`` when ``lit`` is not 1 … 9.
     """
     rung = _rung(lit)
     colour = text_colour(mechanism(rung.mechanism).colour)
@@ -86,7 +86,7 @@ def _blank(
 
 
 def _stairs(ax: Axes, lit: int, width: float, *, first: float, rise: float, words: bool) -> None:
-    """Nine columns, each ``rise`` inches higher than the last; words (or only numbers) hang under the tread."""
+    """Nine columns, each ``rise`` inches higher than the last; words or numbers hang under the tread."""
     step = (width - 2 * MARGIN) / len(RUNGS)
     gap = 0.04 if words else 0.025
     for i, rung in enumerate(RUNGS, 1):

@@ -98,12 +98,14 @@ def attention_pattern(
 ) -> Axes:
     """Who looks at whom: attention weights [T, T], the reading token down, the token looked at across.
 
-    A space inside a token is shown as ·, a newline as ↵. With ``causal`` the future is left empty, and must be
-    exactly zero. ``ValueError`` when shape and tokens disagree or a weight is negative or from the future.
+    A space inside a token is shown as ·, a newline as ↵. With ``causal`` the future is left empty, and must
+    be exactly zero. ``ValueError`` when shape and tokens disagree or a weight is negative or from the future.
     """
     matrix = _matrix("weights", weights)
     size = len(tokens)
-    require(matrix.shape == (size, size), f"weights must be [T, T] = [{size}, {size}], got {list(matrix.shape)}")
+    require(
+        matrix.shape == (size, size), f"weights must be [T, T] = [{size}, {size}], got {list(matrix.shape)}"
+    )
     if causal:
         future = np.triu(np.ones_like(matrix, dtype=bool), 1)
         require(not matrix[future].any(), "weights must be 0 above the diagonal when causal")
@@ -143,7 +145,9 @@ def state_series(
     rows = -(-len(stack) // cols)
     high = _limits(stack.reshape(len(stack), -1), True, None, vmax)[1]
     cell = 5.0 / cols * stack.shape[1] / stack.shape[2]
-    fig, axes = panel(title, subtitle=subtitle, height=1.4 + rows * (cell + 0.36), rows=rows, cols=cols, alt=alt)
+    fig, axes = panel(
+        title, subtitle=subtitle, height=1.4 + rows * (cell + 0.36), rows=rows, cols=cols, alt=alt
+    )
     axes = np.atleast_1d(axes)
     for i, ax in enumerate(axes):
         if i >= len(stack):
@@ -162,7 +166,9 @@ def state_series(
 def colour_bar(picture: AxesImage, axes: list[Axes], unit: str, shrink: float = 1.0) -> None:
     """A slim bar to the right of ``axes`` with its unit, marked at both ends and in the middle."""
     low, high = picture.get_clim()
-    bar = axes[0].figure.colorbar(picture, ax=axes, fraction=0.035, aspect=24 * shrink, pad=0.03, shrink=shrink)
+    bar = axes[0].figure.colorbar(
+        picture, ax=axes, fraction=0.035, aspect=24 * shrink, pad=0.03, shrink=shrink
+    )
     bar.outline.set_visible(False)
     marks = [low, (low + high) / 2, high]
     bar.set_ticks(marks, labels=[f"{v:.3g}".replace("-", "−") for v in marks])
@@ -191,9 +197,7 @@ def _matrix(name: str, values: object) -> np.ndarray:
     return matrix
 
 
-def _limits(
-    matrix: np.ndarray, signed: bool, vmin: float | None, vmax: float | None
-) -> tuple[float, float]:
+def _limits(matrix: np.ndarray, signed: bool, vmin: float | None, vmax: float | None) -> tuple[float, float]:
     """The ends of the colour scale; a matrix of zeros gets [−1, 1] or [0, 1]."""
     low, high = float(np.nanmin(matrix)), float(np.nanmax(matrix))
     if signed:

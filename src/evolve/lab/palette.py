@@ -127,7 +127,7 @@ def from_oklab(lab: np.ndarray) -> np.ndarray:
 
 
 def _even_curve(anchors: list[str], steps: int) -> np.ndarray:
-    """A Bézier curve through OKLab with these control colours, sampled at equal perceived distance [steps, 3]."""
+    """A Bézier curve in OKLab with these control colours, in steps of equal perceived size [steps, 3]."""
     points = to_oklab(np.stack([parse_hex(a) for a in anchors]))
     t = np.linspace(0, 1, 2001)[:, None, None]
     curve = np.broadcast_to(points, (2001, *points.shape))

@@ -1,210 +1,72 @@
 """The house style: figures whose title states what they show, on a panel that fits light and dark pages.
 
-``use_style()`` once at the top of a notebook; then::
+This is the one module to import from; the parts live beside it (``palette``, ``style``, ``charts``,
+``matrices``, ``ladder``, ``rung_table``, ``player``). ``use_style()`` once at the top of a notebook; then::
 
-    fig, ax = figure("Errors grow with every pair stored", xlabel="stored pairs (count)",
-                     ylabel="read-back error (ratio)")
+    fig, ax = figure(
+        "Errors grow with every pair stored",
+        xlabel="stored pairs (count)",
+        ylabel="read-back error (ratio)",
+    )
     ax.plot(n, error, **line("linear_attention"))
     direct_label(ax)
     fig
 
-A figure here is a :class:`Panel`: a matplotlib ``Figure`` that lives outside pyplot (nothing to close, nothing
-shown twice), shows itself when it is the last expression of a cell, and writes the same bytes each time.
-Matrices are drawn by ``evolve.lab.matrices``, the ladder by ``evolve.lab.ladder``, the table of rungs by
-``evolve.lab.rung_table``, animations by ``evolve.lab.player``.
+A figure here is a :class:`Panel`: a matplotlib ``Figure`` that lives outside pyplot (nothing to close,
+nothing shown twice), shows itself when it is the last expression of a cell, and writes the same bytes each
+time. Its ``text/plain`` output is its alt text, so that a strict notebook test compares words.
 """
 
-import re
-from collections.abc import Sequence
-
-import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.axis import Axis
-from matplotlib.colors import to_hex
-from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
-
-from evolve.checks import require
-from evolve.lab.palette import MECHANISMS, mechanism, text_colour
-from evolve.lab.style import WIDTH, Panel, styled, use_style
+from evolve.lab.charts import (
+    direct_label,
+    figure,
+    format_bytes,
+    format_count,
+    format_seconds,
+    format_tokens,
+    line,
+    log_axis,
+)
+from evolve.lab.ladder import RUNGS, ladder, ladder_alt
+from evolve.lab.matrices import attention_pattern, heatmap, panel, state_matrix, state_series
+from evolve.lab.palette import HAIR, INK, MECHANISMS, MUTED, PANEL, PAPER, mechanism, text_colour
+from evolve.lab.player import Player, animate
+from evolve.lab.rung_table import COLUMNS, Column, scoreboard_figure
+from evolve.lab.style import DIVERGING, SEQUENTIAL, WIDTH, Panel, use_style
 
 __all__ = [
+    "COLUMNS",
+    "DIVERGING",
+    "HAIR",
+    "INK",
     "MECHANISMS",
+    "MUTED",
+    "PANEL",
+    "PAPER",
+    "RUNGS",
+    "SEQUENTIAL",
     "WIDTH",
+    "Column",
     "Panel",
+    "Player",
+    "animate",
+    "attention_pattern",
     "direct_label",
     "figure",
     "format_bytes",
     "format_count",
     "format_seconds",
     "format_tokens",
+    "heatmap",
+    "ladder",
+    "ladder_alt",
     "line",
     "log_axis",
+    "mechanism",
+    "panel",
+    "scoreboard_figure",
+    "state_matrix",
+    "state_series",
+    "text_colour",
     "use_style",
 ]
-
-
-def line(key: str, *, markers: bool = True, label: str | None = None) -> dict:
-    """Keywords for ``ax.plot`` that draw the mechanism ``key`` in its colour, with its name as label.
-
-    Told apart in grey by markers, or by a dash pattern when ``markers=False`` (dense or noisy curves).
-    """
-    look = mechanism(key)
-    style: dict = {"color": look.colour, "label": look.name if label is None else label}
-    if markers:
-        return style | {"marker": look.marker, "markevery": 0.11}
-    return style | {"linestyle": (0, look.dash) if look.dash else "-"}
-
-
-@styled
-def figure(
-    title: str,
-    *,
-    xlabel: str | Sequence[str],
-    ylabel: str | Sequence[str],
-    subtitle: str = "",
-    height: float = 4.0,
-    rows: int = 1,
-    cols: int = 1,
-    alt: str = "",
-    **subplots: object,
-) -> tuple[Panel, Axes | np.ndarray]:
-    """A panel whose title states the finding, with one axes or an array of them [rows·cols].
-
-    ``xlabel`` and ``ylabel`` (one for all, or one for each axes) must end in their unit in brackets:
-    ``"context (tokens)"``, ``"error (ratio)"``, ``"stored pairs (count)"``; ``ValueError`` otherwise.
-    ``height`` is in inches. Further keywords go to ``Figure.subplots`` (``sharey=True``, ``width_ratios=…``).
-    """
-    xlabels, ylabels = (_labels(n, v, rows * cols) for n, v in (("xlabel", xlabel), ("ylabel", ylabel)))
-    panel = Panel(title, height, subtitle=subtitle, alt=alt)
-    axes = np.atleast_1d(panel.subplots(rows, cols, **subplots)).ravel()
-    for ax, x, y in zip(axes, xlabels, ylabels):
-        ax.set_xlabel(x)
-        # Read like a caption above the axis: nobody has to turn their head.
-        ax.set_ylabel(y, rotation=0, ha="left", va="bottom")
-        ax.yaxis.set_label_coords(0, 1.03)
-    return panel, (axes[0] if axes.size == 1 else axes)
-
-
-def _labels(name: str, value: str | Sequence[str], count: int) -> list[str]:
-    labels = [value] * count if isinstance(value, str) else list(value)
-    require(len(labels) == count, f"{name} must be one label or {count}, got {len(labels)}")
-    for label in labels:
-        fits = re.search(r"\S \(.+\)$", label) is not None
-        require(fits, f"{name} must end in its unit, as in 'context (tokens)', got {label!r}")
-    return labels
-
-
-# ----------------------------------------------------------------------------------------------- direct labels
-
-
-@styled
-def direct_label(ax: Axes) -> list[str]:
-    """Write each labelled line's name at its right-hand end, in its colour, instead of a legend.
-
-    Names that would overlap are moved apart vertically, as little as possible, and tied to their line by a
-    hairline. Call it last: it measures the finished axes. Returns the names from top to bottom.
-    ``ValueError`` when no line has a label.
-    """
-    lines = [ln for ln in ax.get_lines() if not str(ln.get_label()).startswith("_")]
-    require(bool(lines), "ax must hold at least one line with a label, got none")
-    ax.figure.draw_without_rendering()  # settles limits and layout
-    ends = [_last_point(ax, ln) for ln in lines]
-    box = ax.get_window_extent()
-    at = np.array([ax.transData.transform(end)[1] for end in ends])
-    placed = spread(at, 1.32 * 10.5 * ax.figure.dpi / 72)
-    for ln, end, y, moved in zip(lines, ends, placed, placed - at):
-        colour = text_colour(to_hex(ln.get_color()))
-        gap = box.x1 - ax.transData.transform(end)[0]
-        tie = {"arrowstyle": "-", "color": colour, "lw": 0.8, "shrinkA": 0, "shrinkB": 5, "alpha": 0.6}
-        ax.annotate(
-            str(ln.get_label()), end, (1 + 11 / box.width, (y + 2 - box.y0) / box.height),
-            textcoords="axes fraction", color=colour, weight="bold", va="center_baseline", annotation_clip=False,
-            arrowprops=tie if abs(moved) > 3 or gap > 25 else None,
-        )  # fmt: skip
-    return [str(lines[i].get_label()) for i in np.argsort(-placed)]
-
-
-def spread(positions: np.ndarray, gap: float) -> np.ndarray:
-    """``positions`` [n] moved as little as possible (least squares) until they are ``gap`` apart, order kept."""
-    order = np.argsort(positions, kind="stable")
-    # Subtract the room each needs and the constraint becomes "not decreasing": pool neighbours that violate it.
-    blocks: list[list[float]] = []
-    for wish in np.asarray(positions, float)[order] - gap * np.arange(len(order)):
-        blocks.append([wish, 1])
-        while len(blocks) > 1 and blocks[-2][0] > blocks[-1][0]:
-            (a, n), (b, m) = blocks[-2:]
-            blocks[-2:] = [[(a * n + b * m) / (n + m), n + m]]
-    settled = np.repeat([b[0] for b in blocks], [int(b[1]) for b in blocks]) + gap * np.arange(len(order))
-    placed = np.empty(len(order))
-    placed[order] = settled
-    return placed
-
-
-def _last_point(ax: Axes, ln: Line2D) -> tuple[float, float]:
-    """The last point of a line that is finite and inside the x limits."""
-    x, y = (np.asarray(v, float) for v in (ln.get_xdata(), ln.get_ydata()))
-    low, high = sorted(ax.get_xlim())
-    seen = np.flatnonzero(np.isfinite(x) & np.isfinite(y) & (x >= low) & (x <= high))
-    require(seen.size > 0, f"line {ln.get_label()!r} must have a finite point inside the axes")
-    return float(x[seen[-1]]), float(y[seen[-1]])
-
-
-# --------------------------------------------------------------------------------------------------- log scales
-
-
-def _scaled(value: float, step: float, units: Sequence[str]) -> str:
-    """Three significant digits of ``value`` with the largest unit that keeps it at 1 or more."""
-    power = 0
-    while power < len(units) - 1 and abs(value) >= step * (1 - 5e-4):
-        value, power = value / step, power + 1
-    digits = f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
-    return digits + units[power]
-
-
-def format_count(value: float) -> str:
-    """1500 → ``"1.5k"``, 2.78e12 → ``"2.78T"`` (powers of 1000)."""
-    return _scaled(value, 1000, ("", "k", "M", "B", "T"))
-
-
-def format_tokens(value: float) -> str:
-    """8192 → ``"8k"``, 1048576 → ``"1M"``: contexts are counted in powers of 1024."""
-    return _scaled(value, 1024, ("", "k", "M", "G"))
-
-
-def format_bytes(value: float) -> str:
-    """38654705664 → ``"38.7 GB"`` (powers of 1000)."""
-    return _scaled(value, 1000, (" B", " kB", " MB", " GB", " TB", " PB"))
-
-
-def format_seconds(value: float) -> str:
-    """0.0003 → ``"300 µs"``, 2.5 → ``"2.5 s"``."""
-    return f"{value:.3g} s" if value >= 0.9995 else _scaled(value * 1e9, 1000, (" ns", " µs", " ms"))
-
-
-_LOG_KINDS = {
-    "count": (10, format_count),
-    "tokens": (2, format_tokens),
-    "bytes": (10, format_bytes),
-    "seconds": (10, format_seconds),
-    "ratio": (10, lambda v: f"{v:g}"),
-}
-
-
-def log_axis(axis: Axis, kind: str, *, ticks: int = 6) -> None:
-    """Make ``ax.xaxis`` or ``ax.yaxis`` logarithmic, with at most ``ticks`` whole powers, written for people.
-
-    ``kind``: ``"tokens"`` (powers of 2), ``"count"``, ``"bytes"``, ``"seconds"`` or ``"ratio"`` (powers of 10).
-    Call it after plotting. ``ValueError`` for another kind, or when the data are not positive.
-    """
-    require(kind in _LOG_KINDS, f"kind must be one of {', '.join(_LOG_KINDS)}, got {kind!r}")
-    require(ticks >= 2, f"ticks must be at least 2, got {ticks}")
-    base, write = _LOG_KINDS[kind]
-    low, high = axis.get_data_interval()
-    require(0 < low <= high < np.inf, f"data on a log axis must be positive and finite, got {low} to {high}")
-    axis._set_axes_scale("log", base=base)
-    first, last = int(np.floor(np.log(low) / np.log(base))), int(np.ceil(np.log(high) / np.log(base)))
-    step = max(1, -(-(last - first) // (ticks - 1)))
-    axis.set_major_locator(FixedLocator([float(base) ** p for p in range(first, last + 1, step)]))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: write(value)))
-    axis.set_minor_locator(NullLocator())

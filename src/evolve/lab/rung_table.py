@@ -1,4 +1,4 @@
-"""The scoreboard as a picture: one row for each rung, one column for each measure, a dot on a scale in each cell."""
+"""The scoreboard as a picture: a row for each rung, a column for each measure, in each cell a dot."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -8,9 +8,9 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
 from evolve.checks import require
+from evolve.lab.charts import format_bytes, format_count
 from evolve.lab.ladder import RUNGS
 from evolve.lab.palette import HAIR, INK, MUTED, PANEL, mechanism, mix, text_colour
-from evolve.lab.plotting import format_bytes, format_count
 from evolve.lab.style import MARGIN, WIDTH, Panel, styled
 
 
@@ -95,7 +95,9 @@ def _checked(rows: Sequence[Mapping[str, object]], columns: Sequence[Column]) ->
     for row in rows:
         for key in ("rung", *(c.key for c in columns)):
             require(key in row, f"rows must each have the key {key!r}, got {sorted(row)}")
-        require(row["rung"] in range(1, len(RUNGS) + 1), f"rung must be 1 to {len(RUNGS)}, got {row['rung']!r}")
+        require(
+            row["rung"] in range(1, len(RUNGS) + 1), f"rung must be 1 to {len(RUNGS)}, got {row['rung']!r}"
+        )
         for column in columns:
             value = row[column.key]
             fits = value is None or (math.isfinite(value) and value >= 0)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 import matplotlib as mpl
+import numpy as np
 from cycler import cycler
 from matplotlib import font_manager
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -19,10 +20,14 @@ from PIL import Image
 from evolve.checks import require
 from evolve.lab.palette import HAIR, INK, MECHANISMS, MUTED, PANEL, diverging, sequential
 
+_LIGHT = 60_000  # bytes: a still picture up to this size keeps every colour
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
-WIDTH = 7.2  # inches, at 100 CSS pixels each: every figure is 720 px wide, so that type is one size everywhere
+WIDTH = (
+    7.2  # inches, at 100 CSS pixels each: every figure is 720 px wide, so that type is one size everywhere
+)
 MARGIN = 0.24  # inches around the content
 FAMILY = ["Inter Subset", "DejaVu Sans"]  # ours (OFL, beside this file), then matplotlib's own for rare signs
 
@@ -86,8 +91,8 @@ STYLE = {
 def _register() -> None:
     """Tell matplotlib once about our font and maps.
 
-    The semi-bold cut is filed under weight 700, which the fallback font has too: asking that one for 600 would
-    print a warning, and anything on stderr fails a notebook test.
+    The semi-bold cut is filed under weight 700, which the fallback font has too: asking that one for 600
+    would print a warning, and anything on stderr fails a notebook test.
     """
     for weight in ("Regular", "SemiBold"):
         with as_file(files("evolve.lab") / "fonts" / f"InterSubset-{weight}.ttf") as path:
@@ -115,7 +120,7 @@ def styled(function: Callable[P, R]) -> Callable[P, R]:
 
 
 class Panel(Figure):
-    """A figure outside pyplot: nothing to close, shown once, as the last expression of a cell or by ``display``.
+    """A figure outside pyplot: nothing to close; shown as the last expression of a cell, or by ``display``.
 
     ``height`` is in inches; the width is the same for all figures (``WIDTH``) unless given. ``alt`` says in
     words what is seen; it is the figure's ``text/plain`` output and should be its alt text on the site.
@@ -182,10 +187,25 @@ class Panel(Figure):
 
 
 def encode(image: Image.Image) -> bytes:
-    """PNG bytes of an RGB picture with at most 256 colours: a third of the size, and flat areas stay exact."""
+    """PNG bytes of an RGB picture, without metadata: whole if that is small, else with 256 colours."""
     buffer = io.BytesIO()
-    lean = image.quantize(256, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)
-    lean.save(buffer, format="PNG", optimize=True)
+    image.save(buffer, format="PNG", optimize=True)
+    return buffer.getvalue() if buffer.tell() <= _LIGHT else encode_lean(image)
+
+
+def encode_lean(image: Image.Image) -> bytes:
+    """PNG bytes of an RGB picture with at most 256 colours, the commonest exact (panel, lines, cells)."""
+    lean = image.quantize(256, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    packed = np.asarray(image, np.uint32).reshape(-1, 3) @ np.array([1 << 16, 1 << 8, 1], np.uint32)
+    colours, first, counts = np.unique(packed, return_index=True, return_counts=True)
+    palette = np.array(lean.getpalette(), np.uint8).reshape(-1, 3)
+    rarest_first = np.argsort(counts, kind="stable")  # of the colours that share an entry the commonest wins
+    entries = np.asarray(lean).ravel()[first[rarest_first]]
+    for shift, channel in ((16, 0), (8, 1), (0, 2)):
+        palette[entries, channel] = colours[rarest_first] >> shift & 255
+    lean.putpalette(palette.ravel().tolist())
+    buffer = io.BytesIO()
+    lean.save(buffer, format="PNG", compress_level=9)
     return buffer.getvalue()
 
 
