@@ -1,0 +1,110 @@
+"""Rung 2, linear attention: every key and value added into one matrix.
+
+The problem: softmax attention keeps every key and value, so cache and decode cost grow with each token.
+What changed: the exponential of q·k becomes a plain product φ(q)·φ(k), which can be summed once for all
+queries to come (Katharopoulos et al., 2020, arXiv 2006.16236, eqs. 16 to 20):
+
+    S_t = S_{t-1} + φ(k_t) v_tᵀ        z_t = z_{t-1} + φ(k_t)
+    o_t = S_tᵀ φ(q_t)                  or, normalised, S_tᵀ φ(q_t) / z_tᵀ φ(q_t)
+
+One step of online learning: the Hebbian step, the gradient of −⟨Sᵀk, v⟩.
+Shapes: q, k [B, T, H, K]; v, o [B, T, HV, V]; S [B, HV, K, V]; z [B, HV, K].
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from evolve.checks import check_shape, require
+from evolve.memory_rule import Tensors, outer, per_sequence, prepare_rule, read, token_loop
+
+State = Tensor | tuple[Tensor, Tensor]
+
+EPS = 1e-12  # keeps 0 / 0 = 0 where nothing has been stored
+
+
+def elu1(x: Tensor) -> Tensor:
+    """φ(x) = elu(x) + 1 > 0 (eq. 7), as exp(x) below 0 so that small values keep all their digits."""
+    return torch.where(x > 0, x + 1, x.clamp(max=0).exp())
+
+
+def linear_attention_step(q: Tensor, k: Tensor, v: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
+    """One token: write, then read. q, k: [B, HV, K]; v: [B, HV, V]; S: [B, HV, K, V] -> (o, S)."""
+    S = S + outer(k, v)  # S_t = S_{t-1} + k vᵀ
+    return read(S, q), S  # o_t = S_tᵀ q
+
+
+def recurrent_linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None = None,
+    feature_map: str | None = None,
+    normalize: bool = False,
+    initial_state: State | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, State | None]:
+    """Linear attention by its definition, a loop over tokens (eqs. 18 to 20).
+
+    Args:
+        q, k: [B, T, H, K]. v: [B, T, HV, V], HV a multiple of H.
+        scale: multiplies q; K**-0.5 by default, 1 with a feature map.
+        feature_map: ``None`` or ``"elu1"`` (φ = elu + 1, applied here to q and k).
+        normalize: divide by z·φ(q); the state is then the pair (S, z).
+        initial_state: S [B, HV, K, V], or (S, z) with z [B, HV, K]; [N, ...] with ``cu_seqlens``.
+        cu_seqlens: [N+1] ends of N sequences packed into one row, B = 1.
+    Returns: o [B, T, HV, V] in v's dtype; the last state, float32 (float64 for float64 inputs), or ``None``.
+    Raises: ValueError on arguments that do not fit.
+    """
+    tokens, S = _prepare(q, k, v, scale, feature_map, normalize, initial_state, cu_seqlens)
+    o, S = per_sequence(token_loop(linear_attention_step), tokens, S, cu_seqlens)
+    return _finish(o, S, v.dtype, normalize, output_final_state)
+
+
+def _prepare(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None,
+    feature_map: str | None,
+    normalize: bool,
+    state: State | None,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensors, Tensor]:
+    """Check, apply φ, and with ``normalize`` extend v and S: z is what S stores for the value 1."""
+    require(feature_map in (None, "elu1"), f'feature_map must be None or "elu1", got {feature_map!r}')
+    S, z = _split_state(state, normalize)
+    (q, k, v), S = prepare_rule(q, k, v, scale=1.0, initial_state=S, cu_seqlens=cu_seqlens)
+    if feature_map is not None:
+        q, k = elu1(q), elu1(k)
+    if scale is None:
+        scale = q.shape[-1] ** -0.5 if feature_map is None else 1.0
+    if normalize:
+        N, HV, K, _ = S.shape
+        if z is not None:
+            check_shape("initial_state's z", z, N=N, HV=HV, K=K)
+        z = S.new_zeros(N, HV, K) if z is None else z.to(S.dtype)
+        S = torch.cat([S, z[..., None]], dim=-1)  # [S | z]
+        v = F.pad(v, (0, 1), value=1.0)  # [v | 1]
+    return (q * scale, k, v), S
+
+
+def _split_state(state: State | None, normalize: bool) -> tuple[Tensor | None, Tensor | None]:
+    if not normalize:
+        require(not isinstance(state, tuple), "initial_state must be S alone without normalize, got a tuple")
+        return state, None
+    is_pair = state is None or (isinstance(state, tuple) and len(state) == 2)
+    require(is_pair, f"initial_state must be the pair (S, z) with normalize, got {type(state).__name__}")
+    return (None, None) if state is None else state
+
+
+def _finish(
+    o: Tensor, S: Tensor, dtype: torch.dtype, normalize: bool, output_final_state: bool
+) -> tuple[Tensor, State | None]:
+    """Divide by z·φ(q), the last column, and hand the state over as S or (S, z)."""
+    if normalize:
+        o = o[..., :-1] / (o[..., -1:] + EPS)
+        S = (S[..., :-1], S[..., -1])
+    return o.to(dtype), S if output_final_state else None
