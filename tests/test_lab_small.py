@@ -1,10 +1,11 @@
 """The smallest instruments: exercises and timing."""
 
 import pytest
+import torch
 
 from evolve import GPT2, GPT2Config
 from evolve.lab.exercises import check, verify
-from evolve.lab.timing import decode_seconds, reread_seconds
+from evolve.lab.timing import decode_seconds, filled_cache, reread_seconds
 
 
 def is_double(f):
@@ -42,4 +43,16 @@ def test_timing_takes_time_and_names_bad_input():
         with pytest.raises(ValueError, match="repeats must be at least 1"):
             call(model, 4, repeats=0)
     with pytest.raises(ValueError, match="n_positions = 64"):
-        decode_seconds(model, 60)
+        decode_seconds(model, 65)
+
+
+def test_a_filled_cache_is_what_a_prefill_would_leave():
+    model = GPT2(GPT2Config(vocab_size=11, n_positions=64, n_embd=8, n_layer=2, n_head=2)).double()
+    cache, prefilled = filled_cache(model, 20), model.new_cache(1)
+    model(torch.zeros(1, 20, dtype=torch.long), cache=prefilled)
+    assert (cache.length, cache.nbytes) == (prefilled.length, prefilled.nbytes)
+    for a, b in zip(cache.layers, prefilled.layers):
+        for name in ("k", "v"):
+            assert a.get(name).shape == b.get(name).shape
+            assert a.get(name).dtype == torch.float64
+            assert a.get(name).std() > 0.5

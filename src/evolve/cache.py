@@ -17,15 +17,15 @@ class LayerCache:
 
     def __init__(self, cache: "Cache") -> None:
         self._cache = cache
-        self._growing: dict[str, Tensor] = {}  # name -> buffer [B, capacity, ...]
-        self._fixed: dict[str, Tensor] = {}
+        self.growing: dict[str, Tensor] = {}  # name -> buffer [B, capacity, ...], filled up to the length
+        self.fixed: dict[str, Tensor] = {}  # name -> state, replaced as a whole
         self._pending: dict[str, Tensor] = {}
 
     def get(self, name: str) -> Tensor | None:
         """The stored tensor of that name, or ``None`` before the first token."""
-        if name in self._growing:
-            return self._growing[name][:, : self._cache.length]
-        return self._fixed.get(name)
+        if name in self.growing:
+            return self.growing[name][:, : self._cache.length]
+        return self.fixed.get(name)
 
     def __setitem__(self, name: str, value: Tensor) -> None:
         """Replace a tensor of fixed size (kept from ``advance`` on)."""
@@ -38,25 +38,25 @@ class LayerCache:
         need gradients are concatenated instead, since a buffer written in place cannot carry them.
         """
         start, end = self._cache.length, self._cache.length + new.shape[1]
-        buffer = self._growing.get(name)
+        buffer = self.growing.get(name)
         if new.requires_grad or (buffer is not None and buffer.requires_grad):
             buffer = new if buffer is None else torch.cat([buffer[:, :start], new], dim=1)
         else:
             if buffer is None or buffer.shape[1] < end:
                 buffer = _with_room(buffer, new, start, max(end, 2 * start))
             buffer[:, start:end] = new
-        self._growing[name] = buffer  # rows from `start` on count only after `advance`
+        self.growing[name] = buffer  # rows from `start` on count only after `advance`
         return buffer[:, :end]
 
     def commit(self) -> None:
         """Make what was set since the last commit the stored memory."""
-        self._fixed.update(self._pending)
+        self.fixed.update(self._pending)
         self._pending = {}
 
     @property
     def nbytes(self) -> int:
         """Bytes of what is stored; spare room in the buffers is not counted."""
-        tensors = [self.get(name) for name in (*self._growing, *self._fixed)]
+        tensors = [self.get(name) for name in (*self.growing, *self.fixed)]
         return sum(t.numel() * t.element_size() for t in tensors)
 
 

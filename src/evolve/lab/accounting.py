@@ -23,7 +23,7 @@ def cache_bytes(
     model: nn.Module, context: int, *, batch_size: int = 1, dtype: torch.dtype = torch.bfloat16
 ) -> int:
     """Bytes that the cache holds after ``context`` tokens, if the model runs in ``dtype``."""
-    return _cache_after(model, context, batch_size, dtype).nbytes
+    return meta_cache(model, context, batch_size, dtype).nbytes
 
 
 def forward_flops(model: nn.Module, tokens: int, *, context: int = 0, batch_size: int = 1) -> int:
@@ -33,13 +33,14 @@ def forward_flops(model: nn.Module, tokens: int, *, context: int = 0, batch_size
     written-out form computes it, masked pairs included.
     """
     require(tokens >= 1, f"tokens must be at least 1, got {tokens}")
-    cache = _cache_after(model, context, batch_size, torch.bfloat16)
+    cache = meta_cache(model, context, batch_size, torch.bfloat16)
     with FlopCounterMode(display=False) as counter:
         _run_on_meta(model, tokens, cache, torch.bfloat16)
     return counter.get_total_flops()
 
 
-def _cache_after(model: nn.Module, context: int, batch_size: int, dtype: torch.dtype) -> Cache:
+def meta_cache(model: nn.Module, context: int, batch_size: int, dtype: torch.dtype) -> Cache:
+    """The cache after ``context`` tokens: every tensor with its shape, none with contents."""
     require(context >= 0, f"context must not be negative, got {context}")
     cache = model.new_cache(batch_size)
     if context:

@@ -1,0 +1,57 @@
+"""The hand-over numbers: where each rung breaks, and what the next one makes of it.
+
+One function a number, deterministic and untrained. A notebook's closing cell calls the function of its rung
+with its own memory; the next notebook's opening cell calls the same function with the repaired one.
+"""
+
+import torch
+
+from evolve.full_attention import GPT2, GPT2Config
+from evolve.lab import accounting, probes
+from evolve.lab.memories import MemoryRule, delta, kda
+from evolve.lab.probes import MemoryCell
+from evolve.lab.seeds import generator
+
+MILLION = 2**20  # tokens; the context that Kimi K3 is released with
+
+
+def cache_bytes_at(context: int = MILLION, *, dtype: torch.dtype = torch.bfloat16) -> int:
+    """01 → 02: bytes that one decoded token must read from a GPT-2's cache after ``context`` tokens."""
+    with torch.device("meta"):
+        model = GPT2(GPT2Config(n_positions=max(context, 1)))
+    return accounting.cache_bytes(model, context, dtype=dtype)
+
+
+def rewritten_key_error(rule: MemoryRule) -> float:
+    """02 → 03: a key is written with v₁, then with v₂; relative error of a read against v₂."""
+    return probes.overwriting(rule).error
+
+
+def random_pairs_error(rule: MemoryRule, pairs: int = 1024) -> float:
+    """02 → 03 with 16 pairs, 05 → 06 with 1024: relative error (RMS) of one of many random pairs, K = 64."""
+    return probes.interference(rule, [pairs])[0]
+
+
+def writes_to_clear(rule: MemoryRule, *, reset: float = 0.0) -> int | None:
+    """03 → 04: tokens after a context switch until 1 % of the old context's energy is left, K = 64.
+
+    Without ``reset`` every token is a random write, and a delta rule keeps 1 − 1/K of the energy at each.
+    """
+    return probes.context_switch(rule, 320 if reset == 0 else 1, reset=reset).writes_to_clear()
+
+
+def memory_cells() -> dict[str, MemoryCell]:
+    """04 → 05: fact and stale error of the memory cell for the delta rule, the gated rule at its best single
+    decay, and KDA with one decay a channel (1 on facts, the bounded gate's e⁻⁵ on locals)."""
+    return {
+        "delta rule": probes.memory_cell(delta),
+        "gated delta rule": probes.best_scalar_decay()[1],
+        "KDA": probes.memory_cell(kda, probes.LOCAL_DECAY),
+    }
+
+
+def first_layer_share(num_layers: int = 93, width: int = 7168) -> float:
+    """06 → 07: size of the first layer's output relative to the sum that the last of ``num_layers`` layers
+    reads, all layers writing vectors of equal length in random directions: about (num_layers − 1)**-0.5."""
+    outputs = probes.unit_vectors(num_layers - 1, width, rng=generator(0))
+    return (outputs[0].norm() / outputs.sum(dim=0).norm()).item()

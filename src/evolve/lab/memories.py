@@ -1,0 +1,114 @@
+"""Memories as the probes see them: a way to write pairs into a state and a way to read the state.
+
+Six are ready-made, one for each memory of rungs 1 to 5 and one for the normalised form of rung 2; three lines
+make another one. Shapes: R repetitions (all at once), N pairs, M queries, K key and V value channels.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from evolve.checks import require
+from evolve.deltanet import recurrent_delta_rule
+from evolve.full_attention import softmax_attention
+from evolve.gated_deltanet import recurrent_gated_delta_rule
+from evolve.kda import recurrent_kda
+from evolve.linear_attention import recurrent_linear_attention
+
+
+class Writes(NamedTuple):
+    """Tokens for a memory: k [R, N, K], v [R, N, V], strength beta [R, N], log-decay g [R, N, K]."""
+
+    k: Tensor
+    v: Tensor
+    beta: Tensor
+    g: Tensor
+
+
+@dataclass(frozen=True)
+class MemoryRule:
+    """A memory as the probes see it; a state of ``None`` is the empty memory.
+
+    ``write(state, writes) -> state`` takes N tokens in order. ``read(state, q) -> o`` reads with
+    q [R, M, K], o [R, M, V], and changes nothing. ``decay``: "none", "scalar" (one number a token; the
+    channels of g must agree) or "channel".
+    """
+
+    name: str
+    write: Callable[[Any, Writes], Any]
+    read: Callable[[Any, Tensor], Tensor]
+    decay: str = "none"
+
+
+def _matrix_rule(name: str, run: Callable, decay: str = "none") -> MemoryRule:
+    """A rule whose state is one matrix S [R, 1, K, V], read by o = Sᵀq."""
+
+    def write(S: Tensor | None, w: Writes) -> Tensor:
+        k, v, beta, g = (x[:, :, None] for x in w)  # one head
+        return run(k, v, beta, g, initial_state=S, output_final_state=True)[1]
+
+    return MemoryRule(name, write, lambda S, q: q @ S[:, 0], decay)
+
+
+linear = _matrix_rule(
+    "linear attention", lambda k, v, beta, g, **kw: recurrent_linear_attention(k, k, v, scale=1.0, **kw)
+)
+delta = _matrix_rule(
+    "delta rule", lambda k, v, beta, g, **kw: recurrent_delta_rule(k, k, v, beta, scale=1.0, **kw)
+)
+gated = _matrix_rule(
+    "gated delta rule",
+    lambda k, v, beta, g, **kw: recurrent_gated_delta_rule(k, k, v, g[..., 0], beta, scale=1.0, **kw),
+    "scalar",
+)
+kda = _matrix_rule(
+    "KDA", lambda k, v, beta, g, **kw: recurrent_kda(k, k, v, g, beta, scale=1.0, **kw), "channel"
+)
+
+
+def _write_normalised(state: tuple[Tensor, Tensor] | None, w: Writes) -> tuple[Tensor, Tensor]:
+    k, v = w.k[:, :, None], w.v[:, :, None]
+    options = {"feature_map": "elu1", "normalize": True, "output_final_state": True}
+    return recurrent_linear_attention(k, k, v, initial_state=state, **options)[1]
+
+
+def _read_normalised(state: tuple[Tensor, Tensor], q: Tensor) -> Tensor:
+    (S, z), q = state, F.elu(q) + 1
+    return (q @ S[:, 0]) / (q @ z[:, 0, :, None])
+
+
+linear_elu1 = MemoryRule("linear attention, elu + 1", _write_normalised, _read_normalised)
+
+
+def softmax(scale: float = 64.0) -> MemoryRule:
+    """Softmax attention. ``scale`` is its sharpness: at 1, unit keys hardly stand out from each other."""
+    require(math.isfinite(scale), f"scale must be finite, got {scale}")
+
+    def write(state: tuple[Tensor, Tensor] | None, w: Writes) -> tuple[Tensor, Tensor]:
+        new = (w.k, w.v)
+        return new if state is None else tuple(torch.cat(pair, dim=1) for pair in zip(state, new))
+
+    def read(state: tuple[Tensor, Tensor], q: Tensor) -> Tensor:
+        q, k, v = (x[:, :, None] for x in (q, *state))
+        return softmax_attention(q, k, v, scale=scale, causal=False)[:, :, 0]
+
+    return MemoryRule("softmax attention", write, read)
+
+
+RULES = (softmax(), linear, linear_elu1, delta, gated, kda)
+
+
+def plain_writes(k: Tensor, v: Tensor, beta: float = 1.0) -> Writes:
+    """Writes of strength ``beta`` without decay."""
+    return Writes(k, v, torch.full_like(k[..., 0], beta), torch.zeros_like(k))
+
+
+def idle(R: int, N: int, K: int, V: int, g: Tensor | float) -> Writes:
+    """N tokens that write nothing and let the memory decay by exp(g), g broadcast to [R, N, K]."""
+    k, v = torch.zeros(R, N, K, dtype=torch.float64), torch.zeros(R, N, V, dtype=torch.float64)
+    return Writes(k, v, k[..., 0], k + g)
