@@ -83,7 +83,7 @@ def direct_label(ax: Axes) -> list[str]:
     ends = [_last_point(ax, ln) for ln in lines]
     box = ax.get_window_extent()
     at = np.array([ax.transData.transform(end)[1] for end in ends])
-    placed = spread(at, 1.32 * 10.5 * ax.figure.dpi / 72)
+    placed = spread(at, 1.4 * 10.5 * ax.figure.dpi / 72)
     for ln, end, y, moved in zip(lines, ends, placed, placed - at):
         colour = text_colour(to_hex(ln.get_color()))
         gap = box.x1 - ax.transData.transform(end)[0]

@@ -88,7 +88,7 @@ def _blank(
 def _stairs(ax: Axes, lit: int, width: float, *, first: float, rise: float, words: bool) -> None:
     """Nine columns, each ``rise`` inches higher than the last; words or numbers hang under the tread."""
     step = (width - 2 * MARGIN) / len(RUNGS)
-    gap = 0.04 if words else 0.025
+    gap = 0.03 if words else 0.025
     for i, rung in enumerate(RUNGS, 1):
         x, top = MARGIN + (i - 1) * step, MARGIN + first + rise * (i - 1)
         face, tread, ink, quiet = _shades(rung, i - lit)
@@ -98,10 +98,10 @@ def _stairs(ax: Axes, lit: int, width: float, *, first: float, rise: float, word
             ax.text(x + (step - gap) / 2, top - 0.06, str(i), color=ink, weight="bold", ha="center", va="top")
             continue
         name, memory = rung.name.split(" ", 1), textwrap.wrap(rung.memory, 11)
-        ax.text(x + 0.055, top - 0.07, str(i), color=ink, weight="bold", size=11, va="top")
-        ax.text(x + 0.055, top - 0.29, "\n".join(name), color=ink, weight="bold", size=8.4, va="top")
+        ax.text(x + 0.05, top - 0.07, str(i), color=ink, weight="bold", size=11, va="top")
+        ax.text(x + 0.05, top - 0.29, "\n".join(name), color=ink, weight="bold", size=8.2, va="top")
         y = top - 0.36 - 0.145 * len(name)
-        ax.text(x + 0.055, y, "\n".join(memory), color=quiet, size=8, va="top")
+        ax.text(x + 0.05, y, "\n".join(memory), color=quiet, size=8, va="top")
     if words:
         ax.text(MARGIN, MARGIN + first + 0.09, "GPT-2", color=MUTED, size=9, va="bottom")
 

@@ -31,16 +31,16 @@ class Mechanism(NamedTuple):
 
 
 MECHANISMS = {
-    "softmax_attention": Mechanism("softmax attention", "#273681", "o", (7, 2)),
-    "linear_attention": Mechanism("linear attention", "#b06f00", "s", (2, 1.6)),
-    "delta_rule": Mechanism("delta rule", "#1f7068", "^", (7, 2, 1.5, 2)),
-    "gated_delta_rule": Mechanism("gated delta rule", "#8d5797", "D", (4, 1.6)),
-    "kda": Mechanism("KDA", "#c0343a", "P", ()),
-    "mla": Mechanism("MLA", "#3381c0", "v", (9, 2, 3, 2)),
-    "attention_residuals": Mechanism("attention residuals", "#55825a", "X", (1, 1.4)),
-    "moe": Mechanism("mixture of experts", "#7c2a1b", "h", (4, 1.6, 1.2, 1.6, 1.2, 1.6)),
-    "k3": Mechanism("Kimi K3", "#282432", "*", (12, 3)),
-    "reference": Mechanism("reference", "#7b7b7b", "d", (1, 3)),
+    "softmax_attention": Mechanism("softmax attention", "#16307a", "o", (7, 2)),
+    "linear_attention": Mechanism("linear attention", "#b47b00", "s", (2, 1.6)),
+    "delta_rule": Mechanism("delta rule", "#2d8268", "^", (7, 2, 1.5, 2)),
+    "gated_delta_rule": Mechanism("gated delta rule", "#805b96", "D", (4, 1.6)),
+    "kda": Mechanism("KDA", "#b7303b", "P", ()),
+    "mla": Mechanism("MLA", "#068fcb", "v", (9, 2, 3, 2)),
+    "attention_residuals": Mechanism("attention residuals", "#336001", "X", (1, 1.4)),
+    "moe": Mechanism("mixture of experts", "#5d2421", "h", (4, 1.6, 1.2, 1.6, 1.2, 1.6)),
+    "k3": Mechanism("Kimi K3", "#292730", "*", (12, 3)),
+    "reference": Mechanism("reference", "#83858a", "d", (1, 3)),
 }
 
 

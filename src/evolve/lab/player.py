@@ -9,7 +9,7 @@
 
 Space plays and pauses, ← and → step, Home and End jump, once anything in the player has the focus (a click
 on the picture gives it). Nothing moves until asked; ``autoplay=True`` is still ignored for readers who prefer
-reduced motion. Where scripts do not run (an untrusted notebook, a repository's preview) the poster frame stands
+reduced motion. Where scripts do not run (an untrusted notebook, a repository preview) the poster frame stands
 still and no control is shown.
 
 In a notebook test that compares text/html strictly, pictures are the trouble: the same frame differs by a few

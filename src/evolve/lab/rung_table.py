@@ -34,13 +34,13 @@ class Column(NamedTuple):
 
 
 COLUMNS = (
-    Column("state_bytes", "memory\nheld", "bytes", "log", "lower", format_bytes),
-    Column("decode_bytes", "read per\ntoken", "bytes", "log", "lower", format_bytes),
+    Column("state_bytes", "state\nkept", "bytes", "log", "lower", format_bytes),
+    Column("decode_bytes", "decode\nreads", "bytes", "log", "lower", format_bytes),
     Column("read_back_error", "read-back\nerror", "ratio"),
     Column("overwrite_error", "overwrite\nerror", "ratio"),
     Column("writes_to_clear", "writes to\nclear", "count", "log", "lower", format_count),
     Column("memory_cell", "memory\ncell", "sq. error"),
-    Column("retention", "kept\nafter", "share", "linear", "higher"),
+    Column("retention", "still\nread", "share", "linear", "higher"),
 )
 
 TRACK = mix(MUTED, PANEL, 0.3)
@@ -61,7 +61,8 @@ def scoreboard_figure(
 ) -> Panel:
     """A dot table of 1 to 9 rungs.
 
-    Each row is a mapping with ``"rung"`` (1–9) and a number, or ``None`` for "n/a", under each column's key.
+    Each row is a mapping with ``"rung"`` (1–9) and, under each column's key, a number, ``"n/a"`` where the
+    question does not apply, or ``None`` where it has not been measured (shown as –).
     Rungs must be distinct and are shown in order; ``lit`` (default: the highest) has its row marked.
     ``ValueError`` for no rows, an unknown rung, a missing key, or a value that is negative or not finite.
     """
@@ -100,8 +101,11 @@ def _checked(rows: Sequence[Mapping[str, object]], columns: Sequence[Column]) ->
         )
         for column in columns:
             value = row[column.key]
-            fits = value is None or (math.isfinite(value) and value >= 0)
-            require(fits, f"{column.key} must be None or a finite number ≥ 0, got {value!r}")
+            number = isinstance(value, int | float) and math.isfinite(value) and value >= 0
+            require(
+                number or value in (None, "n/a"),
+                f'{column.key} must be a finite number ≥ 0, "n/a" or None, got {value!r}',
+            )
     rungs = [row["rung"] for row in rows]
     require(len(set(rungs)) == len(rungs), f"rows must have distinct rungs, got {rungs}")
     return sorted(rows, key=lambda row: row["rung"])
@@ -123,12 +127,12 @@ def _row_name(ax: Axes, rung: int, y: float, lit: bool) -> None:
 def _column(ax: Axes, column: Column, rows: list[Mapping], x: float, y: float, width: float) -> None:
     """The cells of one measure: the number, and under it a dot on a scale shared by the column."""
     values = [row[column.key] for row in rows]
-    known = [v for v in values if v is not None]
+    known = [v for v in values if v not in (None, "n/a")]
     best = {"lower": min, "higher": max}.get(column.better)
     target = best(known) if best and len(set(known)) > 1 else None
     for row, value in zip(rows, values):
-        if value is None:
-            ax.text(x, y + 0.14, "n/a", color=MUTED, size=9, va="center")
+        if value in (None, "n/a"):
+            ax.text(x, y + 0.14, value or "–", color=MUTED, size=9, va="center")
         else:
             look = mechanism(RUNGS[row["rung"] - 1].mechanism)
             bold = "bold" if value == target else "normal"
@@ -153,11 +157,14 @@ def position(value: float, known: Sequence[float], scale: str) -> float:
 
 def _alt(rows: list[Mapping], columns: Sequence[Column]) -> str:
     """The table in words, row by row."""
-    lines = []
-    for row in rows:
-        cells = [
-            f"{c.heading.replace(chr(10), ' ')} {'n/a' if row[c.key] is None else c.write(row[c.key])}"
-            for c in columns
-        ]
-        lines.append(f"{row['rung']} {RUNGS[row['rung'] - 1].name}: " + ", ".join(cells) + ".")
+
+    def cell(row: Mapping, column: Column) -> str:
+        value = row[column.key]
+        words = "not measured" if value is None else value if value == "n/a" else column.write(value)
+        return f"{column.heading.replace(chr(10), ' ')} {words}"
+
+    lines = [
+        f"{row['rung']} {RUNGS[row['rung'] - 1].name}: {', '.join(cell(row, c) for c in columns)}."
+        for row in rows
+    ]
     return "Scoreboard. " + " ".join(lines)

@@ -1,9 +1,10 @@
 """The house style as matplotlib settings, and the panel that every figure is drawn on."""
 
 import base64
+import contextlib
 import functools
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.resources import as_file, files
 from pathlib import Path
 from typing import ParamSpec, TypeVar
@@ -45,7 +46,6 @@ STYLE = {
     "mathtext.fontset": "dejavusans",
     "text.color": INK,
     "text.hinting": "none",
-    "text.hinting_factor": 1,
     "axes.facecolor": "none",
     "axes.edgecolor": MUTED,
     "axes.labelcolor": MUTED,
@@ -156,11 +156,27 @@ class Panel(Figure):
         require(box[3] > 0, f"height must leave room below the title, got {height} inches")
         self.set_layout_engine("compressed", rect=box, w_pad=0, h_pad=0, wspace=0.06, hspace=0.08)
 
+    @contextlib.contextmanager
+    def _settled(self) -> Iterator[None]:
+        """Lay out once, at screen resolution, and hold it while drawing: else the first picture would differ.
+
+        matplotlib's layout needs two passes to come to rest, and starts again at another resolution.
+        """
+        engine = self.get_layout_engine()
+        if engine is not None:
+            engine.execute(self)
+            engine.execute(self)
+        self.set_layout_engine("none")
+        try:
+            yield
+        finally:
+            self.set_layout_engine(engine)
+
     def image(self, scale: float = 2.0) -> Image.Image:
         """The figure as an RGB picture with ``scale`` dots for each CSS pixel."""
         require(scale > 0, f"scale must be positive, got {scale}")
         buffer = io.BytesIO()
-        with mpl.rc_context(STYLE):
+        with mpl.rc_context(STYLE), self._settled():
             self.savefig(buffer, format="rgba", dpi=100 * scale)
         size = tuple(int(round(inches * 100 * scale, 6)) for inches in self.get_size_inches())
         return Image.frombytes("RGBA", size, buffer.getvalue()).convert("RGB")
@@ -176,7 +192,7 @@ class Panel(Figure):
         if path.suffix == ".png":
             path.write_bytes(self.png())
             return
-        with mpl.rc_context(STYLE):
+        with mpl.rc_context(STYLE), self._settled():
             self.savefig(path, metadata={"Date": None, "Creator": None})
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> tuple[dict, dict]:
