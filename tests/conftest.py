@@ -1,0 +1,13 @@
+"""Every test starts from the same seed, on the same number of threads."""
+
+import pytest
+import torch
+
+
+def pytest_configure() -> None:
+    torch.set_num_threads(min(2, torch.get_num_threads()))
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
