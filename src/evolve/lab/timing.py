@@ -17,7 +17,7 @@ def decode_seconds(model: nn.Module, context: int, *, repeats: int = 7) -> float
     """Median time of one decoding step with ``context`` tokens in the cache (plus the few decoded here)."""
     require(context >= 1, f"context must be at least 1, got {context}")
     cache, token = filled_cache(model, context), _random_ids(model, 1)
-    return _median(lambda: model(token, cache=cache), repeats)
+    return median_seconds(lambda: model(token, cache=cache), repeats)
 
 
 def filled_cache(model: nn.Module, context: int) -> Cache:
@@ -39,7 +39,7 @@ def reread_seconds(model: nn.Module, context: int, *, repeats: int = 3) -> float
     """Median time of producing one token without a cache, by reading all ``context`` tokens again."""
     require(context >= 1, f"context must be at least 1, got {context}")
     ids = _random_ids(model, context)
-    return _median(lambda: model(ids), repeats)
+    return median_seconds(lambda: model(ids), repeats)
 
 
 def _random_ids(model: nn.Module, context: int) -> Tensor:
@@ -48,7 +48,8 @@ def _random_ids(model: nn.Module, context: int) -> Tensor:
     return torch.randint(model.vocab_size, (1, context), generator=generator).to(device)
 
 
-def _median(step: Callable[[], object], repeats: int) -> float:
+def median_seconds(step: Callable[[], object], repeats: int = 7) -> float:
+    """Median wall-clock time of ``step()`` over ``repeats`` calls, after one that is not counted."""
     require(repeats >= 1, f"repeats must be at least 1, got {repeats}")
     step()  # the first run pays for allocations
     times = []
