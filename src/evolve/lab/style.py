@@ -158,14 +158,17 @@ class Panel(Figure):
 
     @contextlib.contextmanager
     def _settled(self) -> Iterator[None]:
-        """Lay out once, at screen resolution, and hold it while drawing: else the first picture would differ.
+        """Lay out at screen resolution and hold it while drawing: else the first picture would differ.
 
-        matplotlib's layout needs two passes to come to rest, and starts again at another resolution.
+        matplotlib's layout comes to rest over some five passes, and starts again at another resolution.
         """
-        engine = self.get_layout_engine()
-        if engine is not None:
+        engine, before = self.get_layout_engine(), None
+        for _ in range(12 if engine else 0):
             engine.execute(self)
-            engine.execute(self)
+            boxes = np.array([ax.get_position(original=True).extents for ax in self.axes])
+            if before is not None and np.allclose(boxes, before, rtol=0, atol=1e-13):
+                break
+            before = boxes
         self.set_layout_engine("none")
         try:
             yield
