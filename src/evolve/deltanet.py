@@ -11,8 +11,11 @@ One step of online learning: one SGD step on ½‖Sᵀk − v‖² with rate β.
 Shapes: q, k [B, T, H, K]; v, o [B, T, HV, V]; beta [B, T, HV]; S [B, HV, K, V].
 """
 
+from functools import partial
+
 from torch import Tensor
 
+from evolve.chunking import from_chunks, solve_unit_lower, to_chunks, walk_chunks
 from evolve.memory_rule import outer, per_sequence, prepare_rule, read, token_loop
 
 
@@ -49,3 +52,59 @@ def recurrent_delta_rule(
     )
     o, S = per_sequence(token_loop(delta_rule_step), tokens, S, cu_seqlens)
     return o.to(v.dtype), S if output_final_state else None
+
+
+def chunk_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    chunk_size: int = 64,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """The delta rule in chunks of C tokens (the WY/UT form, Yang et al., 2024, sections 3.2 and 3.3).
+
+    Token r of a chunk writes u_r = β_r (v_r − S_{r-1}ᵀ k_r) under k_r, so S_{r-1} = S + Σ_{i<r} k_i u_iᵀ with
+    S the state before the chunk. Put the second into the first and stack the rows, U [C, V]:
+
+        U = diag(β) (V − K S) − strict_tril(diag(β) K Kᵀ) U
+        (I + A) U = diag(β) (V − K S)        A = strict_tril(diag(β) K Kᵀ)
+
+    One triangular solve for both parts of the right-hand side gives U without a loop over tokens, and only
+    the second part waits for S:
+
+        Û = (I + A)⁻¹ diag(β) V    W = (I + A)⁻¹ diag(β) K    U = Û − W S
+        O = Q S + tril(Q Kᵀ) U     S ← S + Kᵀ U
+
+    Args: as ``recurrent_delta_rule``; chunk_size: C. backend: ``None`` or ``"torch"``.
+    Returns: as ``recurrent_delta_rule``.
+    Raises: ValueError on arguments that do not fit.
+    """
+    tokens, S = prepare_rule(
+        q,
+        k,
+        v,
+        beta=beta,
+        scale=scale,
+        initial_state=initial_state,
+        cu_seqlens=cu_seqlens,
+        chunk_size=chunk_size,
+        backend=backend,
+    )
+    o, S = per_sequence(partial(_chunk_form, chunk_size), tokens, S, cu_seqlens)
+    return o.to(v.dtype), S if output_final_state else None
+
+
+def _chunk_form(C: int, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
+    T = q.shape[1]
+    Q, K, V, beta = (to_chunks(x, C) for x in (q, k, v, beta[..., None]))
+    A = beta * (K @ K.mT)
+    U, W = solve_unit_lower(A, beta * V, beta * K)
+    before, U, S = walk_chunks(S, U, W, K)  # S before each chunk, U = Û − W S
+    O = Q @ before + (Q @ K.mT).tril() @ U
+    return from_chunks(O, T), S

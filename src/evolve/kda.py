@@ -12,11 +12,14 @@ Shapes: q, k [B, T, H, K]; v, o [B, T, HV, V]; g (natural log, ≤ 0) [B, T, HV,
 S [B, HV, K, V].
 """
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from evolve.checks import check_float, check_shape, require
+from evolve.chunking import from_chunks, solve_unit_lower, to_chunks, walk_chunks
 from evolve.deltanet import delta_rule_step
 from evolve.memory_rule import per_sequence, prepare_rule, token_loop
 
@@ -82,3 +85,109 @@ def recurrent_kda(
     )
     o, S = per_sequence(token_loop(kda_step), tokens, S, cu_seqlens)
     return o.to(v.dtype), S if output_final_state else None
+
+
+def chunk_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    chunk_size: int = 64,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """KDA in chunks of C tokens (Kimi Linear, section 3).
+
+    The gated rule's derivation with a decay per channel, Γ_ri = e^{G_r − G_i} in R^K. The decay no longer
+    factors out of the product of two keys and moves into it (``decayed_products``):
+
+        A = strict_tril(diag(β) Σ_c K_rc Γ_ric K_ic)        A_q = tril(Σ_c Q_rc Γ_ric K_ic)
+        Û = (I + A)⁻¹ diag(β) V    W = (I + A)⁻¹ diag(β) (e^G ⊙ K)    U = Û − W S
+        O = (e^G ⊙ Q) S + A_q U    S ← Diag(e^{G_C}) S + (e^{G_C − G} ⊙ K)ᵀ U
+
+    Args: as ``recurrent_kda``; chunk_size: C. backend: ``None`` or ``"torch"``.
+    Returns: as ``recurrent_kda``.
+    Raises: ValueError on arguments that do not fit.
+    """
+    tokens, S = prepare_rule(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        scale=scale,
+        initial_state=initial_state,
+        cu_seqlens=cu_seqlens,
+        gate="channel",
+        chunk_size=chunk_size,
+        backend=backend,
+    )
+    o, S = per_sequence(partial(_chunk_form, chunk_size), tokens, S, cu_seqlens)
+    return o.to(v.dtype), S if output_final_state else None
+
+
+def _chunk_form(
+    C: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S: Tensor
+) -> tuple[Tensor, Tensor]:
+    T = q.shape[1]
+    Q, K, V, g, beta = (to_chunks(x, C) for x in (q, k, v, g, beta[..., None]))
+    products, since_start, until_end = decayed_products(torch.stack([beta * K, Q]), K, g.exp())
+    A, A_q = products
+    U, W = solve_unit_lower(A, beta * V, beta * since_start * K)
+    before, U, S = walk_chunks(S, U, W, until_end * K, decay=since_start[..., -1, :, None])
+    O = (since_start * Q) @ before + A_q @ U
+    return from_chunks(O, T), S
+
+
+def decayed_products(x: Tensor, y: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """tril(Σ_c x_rc Γ_ric y_ic) with Γ_ric = α_{i+1,c} ⋯ α_rc, by doubling blocks of 1, 2, 4, … tokens.
+
+    Two finished blocks side by side lack only the products of the later one's x with the earlier one's y.
+    Every such decay passes the border between them, so it splits in two there:
+
+        Γ_ri = since_r · until_i        since_r: from the border to r; until_i: from after i to the border
+
+    and the missing square is one matrix product. Both factors are ≤ 1 whatever the gates, so nothing can
+    overflow, and both lie between i and r, so no later gate can touch an earlier output. The more common
+    single product per tile, (x e^G)(y e^−G)ᵀ, is the reason for K3's numbers: e^−G must stay below float32's
+    3e38 = e^88, and gates above −5 reach at most e^80 in a tile of 16 tokens. It has no answer for unbounded
+    gates; this one needs no bound.
+
+    Args: x: [..., C, K], with any axes in front of y's. y, alpha: [..., C, K], alpha in [0, 1].
+    Returns: the products [..., C, C], zero above the diagonal; the decay from the chunk's start up to and
+        with each token, and from after each token until the chunk's end, [..., C, K] each.
+    """
+    C, size = y.shape[-2], 1  # size: tokens per block
+    x, y = _pad_tokens(x, 0.0), _pad_tokens(y, 0.0)
+    since = _pad_tokens(alpha, 1.0)[..., None, :]  # [..., blocks, size, K]
+    until = torch.ones_like(since)
+    products = (x * y).sum(-1)[..., None, None]  # [..., blocks, size, size]
+    while size < C:
+        _, x_2 = _pairs(x.unflatten(-2, (-1, size)))
+        y_1, _ = _pairs(y.unflatten(-2, (-1, size)))
+        since_1, since_2 = _pairs(since)
+        until_1, until_2 = _pairs(until)
+        products_1, products_2 = _pairs(products)
+        square = (x_2 * since_2) @ (y_1 * until_1).mT
+        products = torch.cat([F.pad(products_1, (0, size)), torch.cat([square, products_2], -1)], -2)
+        until = torch.cat([until_1 * since_2[..., -1:, :], until_2], -2)
+        since = torch.cat([since_1, since_1[..., -1:, :] * since_2], -2)
+        size = 2 * size
+    return products[..., 0, :C, :C], since[..., 0, :C, :], until[..., 0, :C, :]
+
+
+def _pairs(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The first and the second of every two neighbouring blocks. x: [..., 2n, size, X]."""
+    return x.unflatten(-3, (-1, 2)).unbind(-3)
+
+
+def _pad_tokens(x: Tensor, value: float) -> Tensor:
+    """Fill the tokens up to a power of two. x: [..., C, K]."""
+    C = x.shape[-2]
+    missing = (1 << (C - 1).bit_length()) - C
+    return F.pad(x, (0, 0, 0, missing), value=value) if missing else x

@@ -11,11 +11,14 @@ One step of online learning: the Hebbian step, the gradient of −⟨Sᵀk, v⟩
 Shapes: q, k [B, T, H, K]; v, o [B, T, HV, V]; S [B, HV, K, V]; z [B, HV, K].
 """
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from evolve.checks import check_shape, require
+from evolve.chunking import from_chunks, to_chunks
 from evolve.memory_rule import Tensors, outer, per_sequence, prepare_rule, read, token_loop
 
 State = Tensor | tuple[Tensor, Tensor]
@@ -63,6 +66,46 @@ def recurrent_linear_attention(
     return _finish(o, S, v.dtype, normalize, output_final_state)
 
 
+def chunk_linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None = None,
+    feature_map: str | None = None,
+    normalize: bool = False,
+    initial_state: State | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    chunk_size: int = 64,
+    backend: str | None = None,
+) -> tuple[Tensor, State | None]:
+    """Linear attention in chunks of C tokens, where the sum over a chunk's past is one product.
+
+        O = Q S + tril(Q Kᵀ) V        S ← S + Kᵀ V
+
+    with the chunk's rows stacked into Q, K [C, K] and V [C, V], and S the state before the chunk.
+
+    Args: as ``recurrent_linear_attention``; chunk_size: C. backend: ``None`` or ``"torch"``.
+    Returns: as ``recurrent_linear_attention``.
+    Raises: ValueError on arguments that do not fit.
+    """
+    tokens, S = _prepare(
+        q, k, v, scale, feature_map, normalize, initial_state, cu_seqlens, chunk_size, backend
+    )
+    o, S = per_sequence(partial(_chunk_form, chunk_size), tokens, S, cu_seqlens)
+    return _finish(o, S, v.dtype, normalize, output_final_state)
+
+
+def _chunk_form(C: int, q: Tensor, k: Tensor, v: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
+    T = q.shape[1]
+    Q, K, V = (to_chunks(x, C) for x in (q, k, v))
+    writes = torch.cat([S[:, :, None], K.mT @ V], dim=2)  # the first state, then Kᵀ V of every chunk
+    before, last = writes.cumsum(2).split([Q.shape[2], 1], dim=2)  # S before each chunk, and after all
+    O = Q @ before + (Q @ K.mT).tril() @ V
+    return from_chunks(O, T), last.squeeze(2)
+
+
 def _prepare(
     q: Tensor,
     k: Tensor,
@@ -72,11 +115,16 @@ def _prepare(
     normalize: bool,
     state: State | None,
     cu_seqlens: Tensor | None,
+    chunk_size: int = 64,
+    backend: str | None = None,
 ) -> tuple[Tensors, Tensor]:
     """Check, apply φ, and with ``normalize`` extend v and S: z is what S stores for the value 1."""
     require(feature_map in (None, "elu1"), f'feature_map must be None or "elu1", got {feature_map!r}')
     S, z = _split_state(state, normalize)
-    (q, k, v), S = prepare_rule(q, k, v, scale=1.0, initial_state=S, cu_seqlens=cu_seqlens)
+    tokens, S = prepare_rule(
+        q, k, v, initial_state=S, cu_seqlens=cu_seqlens, scale=1.0, chunk_size=chunk_size, backend=backend
+    )
+    q, k, v = tokens
     if feature_map is not None:
         q, k = elu1(q), elu1(k)
     if scale is None:

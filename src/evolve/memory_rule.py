@@ -6,7 +6,9 @@ sequences. q, k [B, T, H, K]; v, o [B, T, HV, V]; g [B, T, HV] or [B, T, HV, K];
 state [B, HV, K, V], or [N, HV, K, V] when ``cu_seqlens`` packs N sequences into one row.
 """
 
+import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
 from itertools import pairwise
 
@@ -64,18 +66,15 @@ def check_rule_inputs(
             require(x.device == q.device, f"{name} must be on q's device {q.device}, got {x.device}")
 
 
-def resolve_backend(backend: str | None) -> None:
-    """``None`` and ``"torch"`` run PyTorch; ``"triton"`` needs a kernel, and there is none to run here."""
-    require(
-        backend in (None, "torch", "triton"), f'backend must be None, "torch" or "triton", got {backend!r}'
-    )
+def check_options(scale: float | None, chunk_size: int, backend: str | None) -> None:
+    """``scale`` must be a finite number, ``chunk_size`` a positive int, ``backend`` one that can run."""
+    is_number = scale is None or (isinstance(scale, int | float) and math.isfinite(scale))
+    require(is_number, f"scale must be None or a finite number, got {scale!r}")
+    is_count = isinstance(chunk_size, int) and not isinstance(chunk_size, bool) and chunk_size > 0
+    require(is_count, f"chunk_size must be a positive int, got {chunk_size!r}")
+    known = backend in (None, "torch", "triton")
+    require(known, f'backend must be None, "torch" or "triton", got {backend!r}')
     require(backend != "triton", 'backend "triton" has no kernel for this rule: use "torch" or None')
-
-
-def check_chunk_size(chunk_size: int) -> None:
-    """``chunk_size`` must be a positive int."""
-    fits = isinstance(chunk_size, int) and not isinstance(chunk_size, bool) and chunk_size > 0
-    require(fits, f"chunk_size must be a positive int, got {chunk_size!r}")
 
 
 def prepare_rule(
@@ -89,6 +88,8 @@ def prepare_rule(
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     gate: str = "none",
+    chunk_size: int = 64,
+    backend: str | None = None,
 ) -> tuple[Tensors, Tensor]:
     """Check the arguments; return the tokens ready for a rule, and its first state.
 
@@ -98,6 +99,7 @@ def prepare_rule(
 
     Returns: (q·scale, k, v[, g][, beta]) with q and k repeated to HV heads, and S [B or N, HV, K, V].
     """
+    check_options(scale, chunk_size, backend)
     check_rule_inputs(q, k, v, g, beta, initial_state, cu_seqlens, gate)
     given = [x for x in (q, k, v, g, beta) if x is not None]
     dtype = reduce(torch.promote_types, (x.dtype for x in given), torch.float32)
@@ -127,12 +129,20 @@ def per_sequence(form: Form, tokens: Tensors, S: Tensor, cu_seqlens: Tensor | No
     tokens: [1, T, ...] each; S: [N, HV, K, V]. Separate runs make packed rows equal separate ones by
     construction. Without ``cu_seqlens`` the batch is one run.
     """
-    if cu_seqlens is None or cu_seqlens.numel() == 1:  # a batch, or no sequence at all
-        return form(*tokens, S)
-    spans = enumerate(pairwise(cu_seqlens.tolist()))
-    runs = [form(*(x[:, a:b] for x in tokens), S[n : n + 1]) for n, (a, b) in spans]
+    with without_autocast(S.device):
+        if cu_seqlens is None or cu_seqlens.numel() == 1:  # a batch, or no sequence at all
+            return form(*tokens, S)
+        spans = enumerate(pairwise(cu_seqlens.tolist()))
+        runs = [form(*(x[:, a:b] for x in tokens), S[n : n + 1]) for n, (a, b) in spans]
     o, states = zip(*runs)
     return torch.cat(o, dim=1), torch.cat(states)
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager:
+    """A context that keeps ``torch.autocast`` from running the recurrence's products in half precision."""
+    if not torch.amp.is_autocast_available(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
 
 
 def token_loop(step: Form) -> Form:
