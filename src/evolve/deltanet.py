@@ -13,10 +13,12 @@ Shapes: q, k [B, T, H, K]; v, o [B, T, HV, V]; beta [B, T, HV]; S [B, HV, K, V].
 
 from functools import partial
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from evolve.chunking import from_chunks, solve_unit_lower, to_chunks, walk_chunks
+from evolve.memory_layer import Call, MemoryLayer
 from evolve.memory_rule import outer, per_sequence, prepare_rule, read, token_loop
+from evolve.norms import RMSNorm, at_least_float32, l2_normalize
 
 
 def delta_rule_step(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
@@ -108,3 +110,40 @@ def _chunk_form(C: int, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, S: Tensor
     before, U, S = walk_chunks(S, U, W, K)  # S before each chunk, U = Û − W S
     O = Q @ before + (Q @ K.mT).tril() @ U
     return from_chunks(O, T), S
+
+
+class DeltaNet(MemoryLayer):
+    """The layer of Yang et al., 2024: SiLU and L2 norm on q and k, β = sigmoid(W_b x), RMSNorm on the output.
+
+    Sizes, arguments and cache: see ``MemoryLayer``.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        head_dim: int,
+        *,
+        num_v_heads: int | None = None,
+        head_v_dim: int | None = None,
+        conv_size: int | None = 4,
+        norm_eps: float = 1e-5,
+    ) -> None:
+        super().__init__(
+            hidden_size,
+            num_heads,
+            head_dim,
+            num_v_heads=num_v_heads,
+            head_v_dim=head_v_dim,
+            conv_size=conv_size,
+        )
+        self.b_proj = nn.Linear(hidden_size, self.num_v_heads, bias=False)
+        self.o_norm = RMSNorm(self.head_v_dim, eps=norm_eps)
+
+    def remember(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        q, k = l2_normalize(q), l2_normalize(k)
+        beta = at_least_float32(self.b_proj(x)).sigmoid()
+        return call.run(recurrent_delta_rule, chunk_delta_rule, q, k, v, beta)
+
+    def read_out(self, o: Tensor, x: Tensor) -> Tensor:
+        return self.o_norm(o)

@@ -14,11 +14,15 @@ Shapes: q, k [B, T, H, K]; v, o [B, T, HV, V]; g (natural log, ≤ 0), beta [B, 
 from functools import partial
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+from evolve.checks import check_shape
 from evolve.chunking import from_chunks, solve_unit_lower, to_chunks, walk_chunks
 from evolve.deltanet import delta_rule_step
+from evolve.memory_layer import Call, MemoryLayer, float32_parameter, initial_dt_bias
 from evolve.memory_rule import per_sequence, prepare_rule, token_loop
+from evolve.norms import GatedRMSNorm, at_least_float32, l2_normalize
 
 
 def gated_delta_rule_step(
@@ -132,3 +136,86 @@ def _chunk_form(
     before, U, S = walk_chunks(S, U, W, K_out, decay=alpha[..., -1:, :])
     O = alpha * (Q @ before) + ((Q @ K.mT) * Gamma) @ U
     return from_chunks(O, T), S
+
+
+def gated_delta_gate(a: Tensor, A_log: Tensor, dt_bias: Tensor) -> Tensor:
+    """g = −exp(A)·softplus(a + b) ≤ 0, after Mamba-2. a: [B, T, HV]; A_log, dt_bias: [HV] -> [B, T, HV]."""
+    a = at_least_float32(a) + dt_bias
+    return -at_least_float32(A_log).exp() * F.softplus(a, threshold=40.0)  # at 20 float64 loses digits
+
+
+class GatedDeltaNet(MemoryLayer):
+    """The layer of Yang et al., 2025, in Qwen3-Next's sizes and arithmetic with separate projections.
+
+    DeltaNet's layer with a decay g from ``a_proj`` and an output gate: o_norm(o) · SiLU(W_g x).
+    ``split_qwen3_next`` makes its weights from Qwen3-Next's fused ones. Sizes, arguments and cache: see
+    ``MemoryLayer``.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        head_dim: int,
+        *,
+        num_v_heads: int | None = None,
+        head_v_dim: int | None = None,
+        conv_size: int | None = 4,
+        norm_eps: float = 1e-5,
+    ) -> None:
+        super().__init__(
+            hidden_size,
+            num_heads,
+            head_dim,
+            num_v_heads=num_v_heads,
+            head_v_dim=head_v_dim,
+            conv_size=conv_size,
+        )
+        HV, V = self.num_v_heads, self.head_v_dim
+        self.a_proj = nn.Linear(hidden_size, HV, bias=False)
+        self.b_proj = nn.Linear(hidden_size, HV, bias=False)
+        self.g_proj = nn.Linear(hidden_size, HV * V, bias=False)  # the output gate, not the decay
+        self.A_log = float32_parameter(HV)
+        self.dt_bias = float32_parameter(HV)
+        self.o_norm = GatedRMSNorm(V, activation="silu", eps=norm_eps)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        self.A_log.uniform_(1, 16).log_()
+        self.dt_bias.copy_(initial_dt_bias(self.num_v_heads))
+
+    def remember(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        q, k = l2_normalize(q), l2_normalize(k)
+        g = gated_delta_gate(self.a_proj(x), self.A_log, self.dt_bias)
+        beta = at_least_float32(self.b_proj(x)).sigmoid()
+        return call.run(recurrent_gated_delta_rule, chunk_gated_delta_rule, q, k, v, g, beta)
+
+    def read_out(self, o: Tensor, x: Tensor) -> Tensor:
+        return self.o_norm(o, self.g_proj(x).view_as(o))
+
+
+def split_qwen3_next(weights: dict[str, Tensor], layer: GatedDeltaNet) -> dict[str, Tensor]:
+    """Qwen3-Next's ``linear_attn.*`` weights under this layer's names, for ``layer.load_state_dict``.
+
+    Its fused matrices are ordered by key head: ``in_proj_qkvz`` holds [q | k | v | z] and ``in_proj_ba``
+    holds [b | a] of one key head and the value heads it serves, then of the next.
+
+    Args: weights: in_proj_qkvz, in_proj_ba, conv1d, norm, out_proj (.weight), A_log, dt_bias. layer: for its
+        sizes.
+    Raises: ValueError where a matrix has not the size that the layer asks for.
+    """
+    H, K, HV, V = layer.num_heads, layer.head_dim, layer.num_v_heads, layer.head_v_dim
+    group = HV // H  # value heads per key head
+    qkvz, ba = weights["in_proj_qkvz.weight"], weights["in_proj_ba.weight"]
+    check_shape("in_proj_qkvz.weight", qkvz, rows=2 * (H * K + HV * V), D=layer.hidden_size)
+    check_shape("in_proj_ba.weight", ba, rows=2 * HV, D=layer.hidden_size)
+    q, k, v, z = qkvz.unflatten(0, (H, -1)).split([K, K, group * V, group * V], dim=1)
+    b, a = ba.unflatten(0, (H, -1)).split([group, group], dim=1)
+    projections = {"q_proj": q, "k_proj": k, "v_proj": v, "g_proj": z, "b_proj": b, "a_proj": a}
+    split = {f"{name}.weight": W.flatten(0, 1) for name, W in projections.items()}
+    convs = weights["conv1d.weight"].split([H * K, H * K, HV * V])  # these are ordered [q | k | v]
+    split |= {f"{name}_conv1d.weight": w for name, w in zip("qkv", convs)}
+    split |= {"o_norm.weight": weights["norm.weight"], "o_proj.weight": weights["out_proj.weight"]}
+    return split | {name: weights[name] for name in ("A_log", "dt_bias")}

@@ -16,12 +16,14 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from evolve.checks import check_float, check_shape, require
 from evolve.chunking import from_chunks, solve_unit_lower, to_chunks, walk_chunks
 from evolve.deltanet import delta_rule_step
+from evolve.memory_layer import Call, MemoryLayer, float32_parameter, initial_dt_bias
 from evolve.memory_rule import per_sequence, prepare_rule, token_loop
+from evolve.norms import GatedRMSNorm, at_least_float32, l2_normalize
 
 
 def kda_gate(z: Tensor, A_log: Tensor, dt_bias: Tensor, *, lower_bound: float | None = None) -> Tensor:
@@ -191,3 +193,77 @@ def _pad_tokens(x: Tensor, value: float) -> Tensor:
     C = x.shape[-2]
     missing = (1 << (C - 1).bit_length()) - C
     return F.pad(x, (0, 0, 0, missing), value=value) if missing else x
+
+
+class KimiDeltaAttention(MemoryLayer):
+    """The layer of Kimi Linear and of Kimi K3, by the released checkpoints' names.
+
+    GatedDeltaNet's layer with a decay per channel through a low-rank f_b(f_a(x)) and a sigmoid output gate.
+    Kimi Linear: ``gate_lower_bound=None, full_rank_gate=False``; K3: ``-5.0, True``.
+
+    Args:
+        gate_lower_bound: the bound of the decay gate g, or ``None`` for the unbounded one (``kda_gate``).
+        full_rank_gate: one matrix ``g_proj`` for the output gate instead of ``g_a_proj``, ``g_b_proj``.
+        Sizes, arguments and cache: see ``MemoryLayer``.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        head_dim: int,
+        *,
+        num_v_heads: int | None = None,
+        head_v_dim: int | None = None,
+        conv_size: int | None = 4,
+        norm_eps: float = 1e-5,
+        gate_lower_bound: float | None = None,
+        full_rank_gate: bool = False,
+    ) -> None:
+        super().__init__(
+            hidden_size,
+            num_heads,
+            head_dim,
+            num_v_heads=num_v_heads,
+            head_v_dim=head_v_dim,
+            conv_size=conv_size,
+        )
+        HV, K, V = self.num_v_heads, head_dim, self.head_v_dim
+        self.gate_lower_bound = gate_lower_bound
+        self.f_a_proj = nn.Linear(hidden_size, V, bias=False)
+        self.f_b_proj = nn.Linear(V, HV * K, bias=False)
+        self.b_proj = nn.Linear(hidden_size, HV, bias=False)
+        self.A_log = float32_parameter(HV)
+        self.dt_bias = float32_parameter(HV * K)
+        self.g_proj = nn.Linear(hidden_size, HV * V, bias=False) if full_rank_gate else None
+        self.g_a_proj = None if full_rank_gate else nn.Linear(hidden_size, V, bias=False)
+        self.g_b_proj = None if full_rank_gate else nn.Linear(V, HV * V, bias=False)
+        self.o_norm = GatedRMSNorm(V, activation="sigmoid", eps=norm_eps)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if self.gate_lower_bound is None:
+            self.A_log.uniform_(1, 16).log_()
+        else:
+            self.A_log.zero_()
+        self.dt_bias.copy_(initial_dt_bias(self.dt_bias.numel()))
+
+    def remember(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        q, k = l2_normalize(q), l2_normalize(k)
+        z = self.f_b_proj(self.f_a_proj(x)).unflatten(-1, (-1, self.head_dim))
+        g = kda_gate(z, self.A_log, self.dt_bias, lower_bound=self.gate_lower_bound)
+        beta = at_least_float32(self.b_proj(x)).sigmoid()
+        return call.run(recurrent_kda, chunk_kda, q, k, v, g, beta)
+
+    def read_out(self, o: Tensor, x: Tensor) -> Tensor:
+        gate = self.g_proj(x) if self.g_proj is not None else self.g_b_proj(self.g_a_proj(x))
+        return self.o_norm(o, gate.view_as(o))
+
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: object) -> None:
+        """Accept A_log as released: [1, 1, HV, 1] (Kimi Linear), or padded with zeros to head_dim (K3)."""
+        name = f"{prefix}A_log"
+        if name in state_dict:
+            state_dict[name] = state_dict[name].flatten()[: self.num_v_heads]
+        super()._load_from_state_dict(state_dict, prefix, *args)

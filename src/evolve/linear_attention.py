@@ -15,11 +15,13 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from evolve.checks import check_shape, require
 from evolve.chunking import from_chunks, to_chunks
+from evolve.memory_layer import Call, MemoryLayer
 from evolve.memory_rule import Tensors, outer, per_sequence, prepare_rule, read, token_loop
+from evolve.norms import RMSNorm
 
 State = Tensor | tuple[Tensor, Tensor]
 
@@ -156,3 +158,51 @@ def _finish(
         o = o[..., :-1] / (o[..., -1:] + EPS)
         S = (S[..., :-1], S[..., -1])
     return o.to(dtype), S if output_final_state else None
+
+
+class LinearAttention(MemoryLayer):
+    """The layer of Katharopoulos et al.: φ = elu + 1, normalised, and no convolution unless asked for.
+
+    Without the normaliser the output grows with the number of tokens, so an RMSNorm takes its place
+    (``o_norm``). Sizes, arguments and cache: see ``MemoryLayer``.
+    """
+
+    silu_without_conv = False
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        head_dim: int,
+        *,
+        num_v_heads: int | None = None,
+        head_v_dim: int | None = None,
+        conv_size: int | None = None,
+        feature_map: str | None = "elu1",
+        normalize: bool = True,
+        norm_eps: float = 1e-5,
+    ) -> None:
+        super().__init__(
+            hidden_size,
+            num_heads,
+            head_dim,
+            num_v_heads=num_v_heads,
+            head_v_dim=head_v_dim,
+            conv_size=conv_size,
+        )
+        self.feature_map, self.normalize = feature_map, normalize
+        self.o_norm = nn.Identity() if normalize else RMSNorm(self.head_v_dim, eps=norm_eps)
+
+    def remember(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        return call.run(
+            recurrent_linear_attention,
+            chunk_linear_attention,
+            q,
+            k,
+            v,
+            feature_map=self.feature_map,
+            normalize=self.normalize,
+        )
+
+    def read_out(self, o: Tensor, x: Tensor) -> Tensor:
+        return self.o_norm(o)

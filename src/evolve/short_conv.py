@@ -1,0 +1,66 @@
+"""The short convolution in front of a memory: each channel sees its own last few inputs.
+
+y_t = SiLU(Σ_j w_j u_{t−W+1+j}), j = 0 … W − 1, separately for every channel. It lets a key hold the token
+before it, which no single-token projection can. Shapes: u, y [B, T, D]; weight [D, 1, W] (the checkpoints'
+layout); history [B, W − 1, D], the last inputs of the call before, zeros at a sequence's start.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from evolve.checks import check_shape, require
+from evolve.memory_rule import per_sequence
+from evolve.norms import at_least_float32
+
+
+def short_conv(
+    u: Tensor, weight: Tensor, history: Tensor | None = None, *, cu_seqlens: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Causal depthwise convolution and SiLU, in float32 at least.
+
+    Args:
+        u: [B, T, D]. weight: [D, 1, W].
+        history: [B, W − 1, D], or [N, W − 1, D] with ``cu_seqlens``; zeros by default.
+        cu_seqlens: [N+1] ends of N sequences packed into one row, B = 1: none sees another.
+    Returns: y [B, T, D] in u's dtype; the history for the call after this one, in u's dtype.
+    Raises: ValueError on shapes that do not fit.
+    """
+    check_shape("u", u, B=None, T=None, D=None)
+    D, W = u.shape[2], weight.shape[-1]
+    check_shape("weight", weight, D=D, one=1, W=None)
+    N = u.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
+    if history is None:
+        history = u.new_zeros(N, W - 1, D)
+    check_shape("history", history, N=N, **{"W-1": W - 1}, D=D)
+
+    def form(u: Tensor, history: Tensor) -> tuple[Tensor, Tensor]:
+        T, dtype = u.shape[1], u.dtype
+        u = torch.cat([history.to(dtype), u], dim=1)  # row t + W − 1 is token t
+        w = at_least_float32(weight)[:, 0]
+        y = sum(w[:, j] * u[:, j : j + T] for j in range(W))
+        return F.silu(y).to(dtype), u[:, T:]
+
+    return per_sequence(form, (u,), history, cu_seqlens)
+
+
+class ShortConvolution(nn.Module):
+    """``short_conv`` with its weight [D, 1, W], which is kept in float32 as the checkpoints do."""
+
+    def __init__(self, dim: int, kernel_size: int = 4) -> None:
+        super().__init__()
+        require(kernel_size > 0, f"kernel_size must be positive, got {kernel_size}")
+        dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
+        self.weight = nn.Parameter(torch.empty(dim, 1, kernel_size, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        bound = 1 / math.sqrt(self.weight.shape[-1])
+        nn.init.uniform_(self.weight, -bound, bound)
+
+    def forward(
+        self, u: Tensor, history: Tensor | None = None, cu_seqlens: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return short_conv(u, self.weight, history, cu_seqlens=cu_seqlens)
