@@ -130,8 +130,10 @@ def per_sequence(form: Form, tokens: Tensors, S: Tensor, cu_seqlens: Tensor | No
     construction. Without ``cu_seqlens`` the batch is one run.
     """
     with without_autocast(S.device):
-        if cu_seqlens is None or cu_seqlens.numel() == 1:  # a batch, or no sequence at all
+        if cu_seqlens is None:
             return form(*tokens, S)
+        if cu_seqlens.numel() == 1:  # no sequence: nothing but the shape of o
+            return form(*tokens, S.new_zeros(1, *S.shape[1:]))[0], S
         spans = enumerate(pairwise(cu_seqlens.tolist()))
         runs = [form(*(x[:, a:b] for x in tokens), S[n : n + 1]) for n, (a, b) in spans]
     o, states = zip(*runs)
