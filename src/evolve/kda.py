@@ -265,5 +265,7 @@ class KimiDeltaAttention(MemoryLayer):
         """Accept A_log as released: [1, 1, HV, 1] (Kimi Linear), or padded with zeros to head_dim (K3)."""
         name = f"{prefix}A_log"
         if name in state_dict:
-            state_dict[name] = state_dict[name].flatten()[: self.num_v_heads]
+            A_log, HV = state_dict[name].flatten(), self.num_v_heads
+            is_padding = A_log.is_meta or not A_log[HV:].any()
+            state_dict[name] = A_log[:HV] if is_padding else A_log
         super()._load_from_state_dict(state_dict, prefix, *args)

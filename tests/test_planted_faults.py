@@ -1,0 +1,310 @@
+"""Planted faults: one-line changes of the code, each of which must turn a named test red.
+
+What keeps the list honest: the changed code imports and runs, the test fails on a numeric assert (not on a
+shape, a dtype or another exception), and the unchanged code passes the same test in the same harness.
+"""
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import re
+import sys
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+FRESH = ("evolve", "tests.rule_cases", "tests.oracles", "tests.test_memory")
+
+
+class Planter(importlib.abc.MetaPathFinder, importlib.machinery.SourceFileLoader):
+    """Imports one module with one line of its source changed."""
+
+    def __init__(self, module: str, old: str, new: str) -> None:
+        path = importlib.util.find_spec(module).origin
+        importlib.machinery.SourceFileLoader.__init__(self, module, path)
+        self.old, self.new = old, new
+
+    def find_spec(self, name: str, path=None, target=None):
+        return importlib.util.spec_from_loader(name, self) if name == self.name else None
+
+    def get_code(self, name: str):
+        source = self.get_data(self.path).decode()
+        found = source.count(self.old)
+        assert found == 1, f"{self.old!r} must stand once in {self.name}, found {found} times"
+        return compile(source.replace(self.old, self.new), self.path, "exec")
+
+
+@contextmanager
+def planted(module: str, old: str, new: str):
+    """Within, everything imported anew from the package and the suites sees the change."""
+    planter = Planter(module, old, new)
+    kept = {name: m for name, m in sys.modules.items() if name.startswith(FRESH)}
+    for name in kept:
+        del sys.modules[name]
+    sys.meta_path.insert(0, planter)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(planter)
+        for name in [n for n in sys.modules if n.startswith(FRESH)]:
+            del sys.modules[name]
+        sys.modules.update(kept)
+
+
+Sentinel = Callable[[], None]
+
+
+def rules(test: str, rule: str | None = None, *args) -> Sentinel:
+    """A test of the rules' suites; ``rule`` is the name of a rule in ``tests.rule_cases``."""
+
+    def run() -> None:
+        for suite in ("tests.test_memory_rules", "tests.test_memory_rules_edges"):
+            function = getattr(importlib.import_module(suite), test, None)
+            if function is not None:
+                given = (getattr(importlib.import_module("tests.rule_cases"), rule),) if rule else ()
+                return function(*given, *args)
+        raise LookupError(test)
+
+    return run
+
+
+def layers(test: str, *args) -> Sentinel:
+    """A test of the layers' suite."""
+    return lambda: getattr(importlib.import_module("tests.test_memory_layers"), test)(*args)
+
+
+CASE = {"steps": "3C-1", "B": 1, "heads": (2, 4), "K": 12, "C": 16, "gate": "mixed", "beta": "uniform"}
+
+
+def chunk(rule: str, **change) -> Sentinel:
+    return rules("test_chunk_equals_oracle", rule, CASE | change)
+
+
+def loop(rule: str) -> Sentinel:
+    return rules("test_recurrent_equals_oracle", rule, torch.float64)
+
+
+@dataclass(frozen=True)
+class Fault:
+    what: str
+    module: str
+    old: str
+    new: str
+    sentinel: Sentinel
+
+
+READ = 'torch.einsum("bhkv,bhk->bhv", S, k)'
+RUNNING_SUMS = "(g.cumsum(-1)[..., :, None] - g.cumsum(-1)[..., None, :])"
+FAULTS = [
+    # the definitions
+    Fault(
+        "error taken before the decay",
+        "gated_deltanet",
+        "S = alpha[..., None, None] * S",
+        f"v, S = v - (1 - alpha[..., None]) * {READ}, alpha[..., None, None] * S",
+        loop("GATED"),
+    ),
+    Fault(
+        "decay on the value axis",
+        "kda",
+        "S = alpha[..., None] * S",
+        "S = alpha.mean(-1)[..., None, None] * S",
+        loop("KDA"),
+    ),
+    Fault(
+        "read before write",
+        "deltanet",
+        "    S = S + outer",
+        "    q, S = q - k * (q * k).sum(-1, keepdim=True), S + outer",
+        loop("DELTA"),
+    ),
+    Fault("write without beta", "deltanet", "beta[..., None] * error", "error", loop("DELTA")),
+    Fault("query not scaled", "memory_rule", "tokens[0] * scale", "tokens[0]", loop("DELTA")),
+    Fault(
+        "key heads tiled",
+        "memory_rule",
+        "x.repeat_interleave(HV // x.shape[2], dim=2)",
+        "x.repeat(1, 1, HV // x.shape[2], 1)",
+        rules("test_grouped_heads_equal_repeated_heads", "DELTA", "recurrent"),
+    ),
+    Fault(
+        "half-precision recurrence",
+        "memory_rule",
+        "for x in given), torch.float32)",
+        "for x in given), torch.bfloat16)",
+        rules("test_the_error_is_taken_before_rounding", None, "recurrent"),
+    ),
+    Fault(
+        "autocast let in",
+        "memory_rule",
+        "return torch.autocast(device.type, enabled=False)",
+        "return nullcontext()",
+        rules("test_autocast_leaves_the_recurrence_alone", "DELTA", "chunk"),
+    ),
+    Fault(
+        "packed sequences all start from the first state",
+        "memory_rule",
+        "S[n : n + 1])",
+        "S[:1])",
+        rules("test_packed_rows_equal_separate_rows", "DELTA", "chunk"),
+    ),
+    Fault(
+        "normaliser stores zeros",
+        "linear_attention",
+        "F.pad(v, (0, 1), value=1.0)",
+        "F.pad(v, (0, 1), value=0.0)",
+        chunk("LINEAR_ELU"),
+    ),
+    # the chunked forms
+    Fault(
+        "own token left out",
+        "linear_attention",
+        "(Q @ K.mT).tril() @ V",
+        "(Q @ K.mT).tril(-1) @ V",
+        chunk("LINEAR"),
+    ),
+    Fault("beta left out of U", "deltanet", "beta * V, beta * K", "V, beta * K", chunk("DELTA")),
+    Fault("old state not erased", "chunking", "U_n - W_n @ S", "U_n", chunk("DELTA")),
+    Fault(
+        "output mask without decay",
+        "gated_deltanet",
+        "((Q @ K.mT) * Gamma) @ U",
+        "(Q @ K.mT).tril() @ U",
+        chunk("GATED"),
+    ),
+    Fault(
+        "Gram matrix without decay",
+        "gated_deltanet",
+        "A = beta * (K @ K.mT) * Gamma",
+        "A = beta * (K @ K.mT)",
+        chunk("GATED"),
+    ),
+    Fault("W without decay", "gated_deltanet", "beta * alpha * K", "beta * K", chunk("GATED")),
+    Fault(
+        "decay since the start instead of until the end",
+        "gated_deltanet",
+        "K_out = Gamma[..., -1, :, None] * K",
+        "K_out = alpha * K",
+        chunk("GATED"),
+    ),
+    Fault(
+        "a token fades by its own gate",
+        "gated_deltanet",
+        "masked_fill(~past.tril(-1), 0)",
+        "masked_fill(~past, 0)",
+        chunk("GATED"),
+    ),
+    Fault(
+        "future not masked",
+        "gated_deltanet",
+        'G.masked_fill(~past, float("-inf")).exp()',
+        "G.exp()",
+        rules("test_future_never_touches_the_past", "GATED", "chunk", 7),
+    ),
+    Fault(
+        "masked after the exponential",
+        "gated_deltanet",
+        'return G.masked_fill(~past, float("-inf")).exp()',
+        f"return {RUNNING_SUMS}.exp().masked_fill(~past, 0)",
+        rules("test_strong_decay_has_finite_right_gradients", "GATED", "chunk", -20.0),
+    ),
+    Fault(
+        "digits lost to running sums",
+        "gated_deltanet",
+        'return G.masked_fill(~past, float("-inf")).exp()',
+        f'return {RUNNING_SUMS}.masked_fill(~past, float("-inf")).exp()',
+        chunk("GATED", C=64),
+    ),
+    Fault("exp2 for exp", "kda", "Q]), K, g.exp())", "Q]), K, g.exp2())", chunk("KDA")),
+    Fault(
+        "border of a block off by one",
+        "kda",
+        "until_1 * since_2[..., -1:, :]",
+        "until_1 * since_2[..., :1, :]",
+        chunk("KDA"),
+    ),
+    Fault("decay restarts in each block", "kda", "since_1[..., -1:, :] * since_2", "since_2", chunk("KDA")),
+    Fault(
+        "first decay of the chunk for the last",
+        "kda",
+        "since_start[..., -1, :, None]",
+        "since_start[..., 0, :, None]",
+        chunk("KDA"),
+    ),
+    Fault(
+        "decay in the wrong factor",
+        "kda",
+        "(x_2 * since_2) @ (y_1 * until_1).mT",
+        "(x_2 * since_2) @ (y_1 * since_1).mT",
+        chunk("KDA"),
+    ),
+    Fault("old state read without decay", "kda", "(since_start * Q) @ before", "Q @ before", chunk("KDA")),
+    # gates, convolution, norms, layers
+    Fault(
+        "bounded gate as a clamp",
+        "kda",
+        "return lower_bound * torch.sigmoid(A * z)",
+        "return (-A * F.softplus(z)).clamp(min=lower_bound)",
+        rules("test_kda_gates"),
+    ),
+    Fault("softplus cut at 20", "kda", "softplus(z, threshold=40.0)", "softplus(z)", rules("test_kda_gates")),
+    Fault(
+        "convolution backwards",
+        "short_conv",
+        "w[:, j] * u",
+        "w[:, W - 1 - j] * u",
+        layers("test_short_conv_is_the_formula"),
+    ),
+    Fault(
+        "convolution forgets the call before",
+        "short_conv",
+        "torch.cat([history.to(dtype), u], dim=1)",
+        "torch.cat([torch.zeros_like(history), u], dim=1)",
+        layers("test_prefill_and_decode_equal_the_full_pass", "delta"),
+    ),
+    Fault(
+        "L2 norm over the mean",
+        "norms",
+        "x.square().sum(-1, keepdim=True)",
+        "x.square().mean(-1, keepdim=True)",
+        layers("test_norms_are_the_formulas"),
+    ),
+    Fault(
+        "padding ignored",
+        "memory_layer",
+        "mask = None if mask.all() else mask",
+        "mask = None",
+        layers("test_padding_never_matters", "k3", "left"),
+    ),
+    Fault(
+        "wrong output gate",
+        "gated_deltanet",
+        'activation="silu"',
+        'activation="sigmoid"',
+        layers("test_gated_deltanet_equals_qwen3_next", 7, 2, 6),
+    ),
+    Fault(
+        "a and b swapped in the converter",
+        "gated_deltanet",
+        '"b_proj": b, "a_proj": a',
+        '"b_proj": a, "a_proj": b',
+        layers("test_gated_deltanet_equals_qwen3_next", 7, 2, 6),
+    ),
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f.what)
+def test_planted_fault_turns_its_sentinel_red(fault: Fault) -> None:
+    with planted(f"evolve.{fault.module}", fault.old, fault.old):
+        fault.sentinel()  # the unchanged code passes here
+    with (
+        planted(f"evolve.{fault.module}", fault.old, fault.new),
+        pytest.raises(AssertionError) as failure,
+    ):
+        fault.sentinel()
+    message = str(failure.value).splitlines()[0]
+    assert not re.search(r"shape|dtype|torch\.|must stand once", message), f"not a numeric failure: {message}"
