@@ -11,6 +11,7 @@ so an interrupted set-up is recognised and done again from the start.
 
 import hashlib
 import importlib.metadata
+import importlib.util
 import json
 import os
 import re
@@ -131,10 +132,9 @@ def announce(extra: str, *, update: bool) -> None:
     if update:
         print(f"Bringing .venv up to what {extra!r} needs.", flush=True)
         return
-    cuda = sys.platform == "linux" and not os.environ.get("TORCH_INDEX")
     print(f"Making .venv with Python {version()}, once: a few minutes on a fast line.")
-    if cuda:
-        print("PyTorch for Linux downloads up to 3 GB with CUDA; the README names a smaller build without.")
+    if sys.platform == "linux" and not os.environ.get("TORCH_INDEX"):
+        print("PyTorch with CUDA is up to 2.9 GB to download; the README names a smaller build without.")
     sys.stdout.flush()
 
 
@@ -177,25 +177,30 @@ def missing(extra: str) -> list[str]:
                 importlib.metadata.version(name)
             except importlib.metadata.PackageNotFoundError:
                 lacking.append(name)
-    try:
-        importlib.metadata.version(project["name"])
-    except importlib.metadata.PackageNotFoundError:
-        lacking.append(project["name"])
     return list(dict.fromkeys(lacking))
+
+
+def check_current(extra: str) -> None:
+    """Exit with what is missing, unless the interpreter that runs this can do what ``extra`` is for."""
+    lacking = missing(extra)
+    found = importlib.util.find_spec("evolve")
+    if not lacking and found and ROOT in Path(found.origin).parents:
+        return
+    reason = f"lacks: {', '.join(lacking)}"
+    if not lacking:
+        reason = f"has evolve from {found.origin}, not from here" if found else "lacks: evolve"
+    sys.exit(
+        f"This environment ({sys.prefix}) {reason}.\n"
+        "Either: conda env create -f environment.yml && conda activate evolve\n"
+        f"or:     python -m pip install -e '.[{extra}]'"
+    )
 
 
 def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     *current, extra = sys.argv[1:]
     if current:
-        lacking = missing(extra)
-        if lacking:
-            sys.exit(
-                f"This environment ({sys.prefix}) lacks: {', '.join(lacking)}.\n"
-                "Either: conda env create -f environment.yml && conda activate evolve\n"
-                f"or:     python -m pip install -e '.[{extra}]'"
-            )
-        return
+        return check_current(extra)
     try:
         make(extra)
     except KeyboardInterrupt:
