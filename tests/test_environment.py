@@ -173,6 +173,15 @@ def test_half_made_environment_is_made_anew_and_a_failure_is_told(checkout):
     assert "complete" not in (venv / "evolve-setup.json").read_text()
 
 
+def test_environment_made_by_hand_is_left_alone(checkout):
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(checkout / ".venv")], check=True)
+    before = sorted((checkout / ".venv").rglob("*"))
+    result = setup(checkout, PATH="/usr/bin:/bin", PYTHON=sys.executable)
+    assert result.returncode == 1
+    assert ".venv is there already and was not made by make" in result.stderr
+    assert sorted((checkout / ".venv").rglob("*")) == before
+
+
 def test_current_environment_is_checked_and_not_changed(checkout):
     """``ENV=current`` in a bare environment lists what is missing and how to get it."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(checkout / "bare")], check=True)

@@ -138,6 +138,20 @@ def announce(extra: str, *, update: bool) -> None:
     sys.stdout.flush()
 
 
+def start_afresh() -> None:
+    """An empty ``.venv`` with the stamp in it; one that somebody else made is not ours to remove."""
+    if (VENV / "pyvenv.cfg").exists() and not STAMP.exists():
+        sys.exit(
+            ".venv is there already and was not made by make. Remove it and call again, or keep it:\n"
+            "  .venv/bin/python -m pip install -e '.[dev]', then add ENV=current PYTHON=.venv/bin/python"
+        )
+    VENV.mkdir(exist_ok=True)
+    write_stamp(state="installing")
+    for child in VENV.iterdir():
+        if child != STAMP:
+            shutil.rmtree(child) if child.is_dir() and not child.is_symlink() else child.unlink()
+
+
 def make(extra: str) -> None:
     """Bring ``.venv`` to where ``extra`` is installed as locked."""
     stamp, key = read_stamp(), fingerprint()
@@ -151,9 +165,7 @@ def make(extra: str) -> None:
     LOG.write_text("")
     announce(extra, update=usable)
     if not usable:
-        shutil.rmtree(VENV, ignore_errors=True)
-        VENV.mkdir()
-        write_stamp(state="installing")
+        start_afresh()
         step("virtual environment", [sys.executable, "-m", "venv", str(VENV)])
     extras = ["dev"] if "dev" in (extra, *installed) else sorted({extra, *installed})
     python = stamp["python"] if usable else version()
