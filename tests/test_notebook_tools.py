@@ -275,7 +275,7 @@ def test_check_finds_each_planted_defect(tmp_path, defect):
 
 def test_base64_is_not_taken_for_a_path(tmp_path):
     nb = good()
-    data("text/html", '<img alt="x" src="data:image/png;base64,AAAA/tmp/AAAA/root/AAAA=">')(nb)
+    data("text/html", '<img alt="x" src="data:image/png;base64,AAAA/tmp/AAAA/home/AAAA=">')(nb)
     path = tmp_path / "embedded.ipynb"
     nbformat.write(nb, path)
     assert rules.findings(path) == []

@@ -26,7 +26,7 @@ CELL_METADATA = {"jupyter", "mystnb", "slideshow", "tags"}
 WIDGET = "application/vnd.jupyter.widget-view+json"  # needs a live kernel: empty on a static page
 
 MACHINE_TEXT = re.compile(
-    r"/home/\w+|/Users/\w+|/root/|/tmp/|/private/var/|/var/folders/|[A-Za-z]:\\+Users\\|"
+    r"/home/\w+|/Users/\w+|/root\b|/tmp/|/private/var/|/var/folders/|[A-Za-z]:\\+Users\\|"
     r"[\\/](?:site|dist)-packages|ipykernel_\d+|\b0x[0-9a-f]{9,}\b"
 )
 DATA_URI = re.compile(r"data:[\w/+.-]+;base64,[A-Za-z0-9+/=\s]+")  # base64 spells any path by chance
