@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from evolve.lab import handover, probes
+from evolve.lab import handover, probes, scoreboard
 from evolve.lab.memories import (
     RULES,
     MemoryRule,
@@ -252,6 +252,15 @@ def test_hand_over_5_exact_retrieval_among_1024():
 
 def test_hand_over_6_share_of_the_first_layer():
     assert handover.first_layer_share() == pytest.approx(92**-0.5, rel=0.05)
+
+
+def test_the_stored_scoreboard_is_what_the_probes_measure():
+    stored = {row["rung"]: row for row in scoreboard.load()}
+    measured = [handover.scoreboard_row(1, "full attention", softmax())]
+    assert len(stored) == len(measured)
+    for row in measured:
+        assert stored[row["rung"]] == pytest.approx(row, abs=2e-3)
+    assert measured[0]["state_bytes"] == 1024 * (64 + 64) * 4
 
 
 # ------------------------------------------------------------------------------- contract and errors

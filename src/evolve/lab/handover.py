@@ -8,7 +8,7 @@ import torch
 
 from evolve.full_attention import GPT2, GPT2Config
 from evolve.lab import accounting, probes
-from evolve.lab.memories import MemoryRule, delta, kda
+from evolve.lab.memories import MemoryRule, delta, kda, plain_writes
 from evolve.lab.probes import MemoryCell
 from evolve.lab.seeds import generator
 
@@ -55,3 +55,29 @@ def first_layer_share(num_layers: int = 93, width: int = 7168) -> float:
     reads, all layers writing vectors of equal length in random directions: about (num_layers − 1)**-0.5."""
     outputs = probes.unit_vectors(num_layers - 1, width, rng=generator(0))
     return (outputs[0].norm() / outputs.sum(dim=0).norm()).item()
+
+
+def scoreboard_row(
+    rung: int, name: str, rule: MemoryRule, *, reset: float = 0.0, end_decay: torch.Tensor | float = 0.0
+) -> dict:
+    """The row of ``evolve.lab.scoreboard`` for a memory: the probes' numbers, K = V = 64, float32 bytes.
+
+    ``reset`` is the log-decay of the token that clears a context, ``end_decay`` that of END in the memory
+    cell (both 0 for a memory without decay). A context that is never cleared gives "n/a".
+    """
+    k = probes.unit_vectors(1, 1024, 64, rng=generator(0))
+    state = rule.write(None, plain_writes(k, k))
+    tensors = state if isinstance(state, tuple) else (state,)
+    size = sum(4 * t.numel() for t in tensors)
+    writes = writes_to_clear(rule, reset=reset)
+    return {
+        "rung": rung,
+        "name": name,
+        "state_bytes": size,
+        "decode_bytes": size,  # a read touches everything that is kept
+        "read_back_error": round(random_pairs_error(rule), 3),
+        "overwrite_error": round(rewritten_key_error(rule), 3),
+        "writes_to_clear": "n/a" if writes is None else writes,
+        "memory_cell": round(probes.memory_cell(rule, end_decay).score, 3),
+        "retention": round(probes.retention(rule, torch.zeros(64), [1024])[0, 0].item(), 3),
+    }
