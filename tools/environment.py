@@ -37,11 +37,16 @@ def pin(name: str) -> str:
     return re.search(rf"^{name}==[^\s;]+", LOCK.read_text(), re.MULTILINE).group()
 
 
+def declared() -> dict:
+    """``pyproject.toml`` as a dictionary."""
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
 def fingerprint() -> str:
     """Changes when the lock, the declared dependencies or the place of the repository do."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    declared = [project["dependencies"], project["optional-dependencies"], str(ROOT)]
-    return hashlib.sha256(LOCK.read_bytes() + json.dumps(declared).encode()).hexdigest()
+    project, oracles = declared()["project"], declared()["tool"]["evolve"]["oracles"]
+    declared_there = [project["dependencies"], project["optional-dependencies"], oracles, str(ROOT)]
+    return hashlib.sha256(LOCK.read_bytes() + json.dumps(declared_there).encode()).hexdigest()
 
 
 def read_stamp() -> dict:
@@ -117,7 +122,7 @@ def step(title: str, command: list[str]) -> None:
 
 
 def install(extras: list[str]) -> None:
-    """Everything in three steps; PyTorch first and by its exact pin, since it is most of the bytes."""
+    """Everything in a few steps; PyTorch first and by its exact pin, since it is most of the bytes."""
     pip = [str(PYTHON), "-m", "pip", "install", "--disable-pip-version-check", "--constraint", str(LOCK)]
     index = os.environ.get("TORCH_INDEX")
     torch = [*pip, *(["--extra-index-url", index] if index else []), pin("torch")]
@@ -125,6 +130,11 @@ def install(extras: list[str]) -> None:
     step("build tools", [*pip, pin("hatchling"), pin("editables")])
     project = [*pip, "--no-build-isolation", "--editable", f".[{','.join(extras)}]"]
     step(f"evolve itself and its extras: {', '.join(extras)}", project)
+    if "dev" in extras:  # without their dependencies, which would bring other versions of PyTorch
+        step(
+            "independent implementations to test against",
+            [*pip, "--no-deps", *declared()["tool"]["evolve"]["oracles"]],
+        )
 
 
 def announce(extra: str, *, update: bool) -> None:
@@ -176,7 +186,7 @@ def make(extra: str) -> None:
 
 def missing(extra: str) -> list[str]:
     """Distributions that ``extra`` needs and the running interpreter lacks."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    project = declared()["project"]
     wanted = list(project["dependencies"]) + list(project["optional-dependencies"][extra])
     lacking = []
     for requirement in wanted:
