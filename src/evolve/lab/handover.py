@@ -29,7 +29,7 @@ def rewritten_key_error(rule: MemoryRule) -> float:
 
 def random_pairs_error(rule: MemoryRule, pairs: int = 1024) -> float:
     """02 → 03 with 16 pairs, 05 → 06 with 1024: relative error (RMS) of one of many random pairs, K = 64."""
-    return probes.interference(rule, [pairs])[0]
+    return probes.interference(rule, [pairs], repeats=max(16, 1024 // pairs))[0]
 
 
 def writes_to_clear(rule: MemoryRule, *, reset: float = 0.0) -> int | None:

@@ -71,8 +71,15 @@ kda = _matrix_rule(
 )
 
 
+def _stored(w: Writes) -> tuple[Tensor, Tensor]:
+    """Keys and values of the tokens that write at all. These memories know no strength, only presence: a
+    zero key would still take a share of the softmax, or of the normaliser."""
+    writes = w.beta.ne(0).any(dim=0)
+    return w.k[:, writes], w.v[:, writes]
+
+
 def _write_normalised(state: tuple[Tensor, Tensor] | None, w: Writes) -> tuple[Tensor, Tensor]:
-    k, v = w.k[:, :, None], w.v[:, :, None]
+    k, v = (x[:, :, None] for x in _stored(w))
     options = {"feature_map": "elu1", "normalize": True, "output_final_state": True}
     return recurrent_linear_attention(k, k, v, initial_state=state, **options)[1]
 
@@ -90,7 +97,7 @@ def softmax(scale: float = 64.0) -> MemoryRule:
     require(math.isfinite(scale), f"scale must be finite, got {scale}")
 
     def write(state: tuple[Tensor, Tensor] | None, w: Writes) -> tuple[Tensor, Tensor]:
-        new = (w.k, w.v)
+        new = _stored(w)
         return new if state is None else tuple(torch.cat(pair, dim=1) for pair in zip(state, new))
 
     def read(state: tuple[Tensor, Tensor], q: Tensor) -> Tensor:
