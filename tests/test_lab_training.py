@@ -133,44 +133,54 @@ def test_an_interrupted_run_resumes_to_the_same_bits(tmp_path, stop_at):
 VICTIM = """
 import sys
 import torch
-from tests.test_lab_training import CONFIG, batches, toy, train, validate, dataclasses
+from tests.test_lab_training import LONG, batches, toy, train, validate
 torch.set_num_threads(1)
-print("ready", flush=True)
-config = dataclasses.replace(CONFIG, steps=400)
-run = train(toy(), batches, config, validate=validate, checkpoint=sys.argv[1])
-print("done", flush=True)
+
+def announced(n):
+    print(n, flush=True)
+    return batches(n)
+
+train(toy(), announced, LONG, validate=validate, checkpoint=sys.argv[1])
 """
+LONG = dataclasses.replace(CONFIG, steps=800, save_every=3)
+
+
+def kill_after(steps: int, delay: float, file: Path) -> int:
+    """Start a training process, kill it ``delay`` seconds after it has made some steps; what it has saved."""
+    root = Path(__file__).parent.parent
+    path = os.pathsep.join([str(root), str(root / "src"), *sys.path[1:]])
+    command = [sys.executable, "-c", VICTIM, str(file)]
+    with subprocess.Popen(
+        command, cwd=root, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": path}
+    ) as process:
+        for _ in range(steps + 1):  # the first line is the look at batch 0
+            assert process.stdout.readline().strip().isdigit()
+        time.sleep(delay)
+        process.send_signal(signal.SIGKILL)
+    assert process.returncode == -signal.SIGKILL
+    return len(torch.load(file, weights_only=True)["loss"])
 
 
 def test_kill_9_at_arbitrary_moments_changes_nothing(tmp_path):
-    config = dataclasses.replace(CONFIG, steps=400)
     whole, model = toy(), toy()
-    expected = train(whole, batches, config, validate=validate)
-    root = Path(__file__).parent.parent
-    kills = 0
-    for delay in (0.05, 0.11, 0.2, 0.31):
-        process = subprocess.Popen(
-            [sys.executable, "-c", VICTIM, str(tmp_path / "run.pt")],
-            cwd=root,
-            stdout=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join([str(root), str(root / "src"), *sys.path[1:]])},
-        )
-        assert process.stdout.readline() == b"ready\n"
-        time.sleep(delay)
-        process.send_signal(signal.SIGKILL)
-        kills += process.wait() == -signal.SIGKILL
-        process.stdout.close()
-    assert kills > 0
-    got = train(model, batches, config, validate=validate, checkpoint=tmp_path / "run.pt")
+    expected = train(whole, batches, LONG, validate=validate)
+    file = tmp_path / "run.pt"
+    saved = [kill_after(steps, delay, file) for steps, delay in [(5, 0.0), (40, 0.0213), (17, 0.1337)]]
+    assert 0 < saved[0] < saved[1] < saved[2] < LONG.steps  # each was killed while at work, and went on
+    got = train(model, batches, LONG, validate=validate, checkpoint=file)
     assert same(got, expected, model, whole)
+    assert os.listdir(tmp_path) == ["run.pt"]  # nothing is left of files that were half written
 
 
 def test_damaged_and_foreign_checkpoints_are_refused_and_kept(tmp_path):
-    file = tmp_path / "run.pt"
-    train(toy(), batches, CONFIG, checkpoint=file)
+    file, trained = tmp_path / "run.pt", toy()
+    train(trained, batches, CONFIG, checkpoint=file)
     good = file.read_bytes()
     torch.save({"weights": torch.zeros(3)}, tmp_path / "other.pt")
-    for content in (good[:100], good[:-1000], b"", b"text", (tmp_path / "other.pt").read_bytes()):
+    flipped = bytearray(good)
+    flipped[good.index(trained.embed.weight.detach().numpy().tobytes()) + 5] ^= 4  # one bit of a weight
+    other = (tmp_path / "other.pt").read_bytes()
+    for content in (good[:100], good[:-1000], b"", b"text", other, bytes(flipped)):
         file.write_bytes(content)
         model = toy()
         with pytest.raises(ValueError, match=r"checkpoint .*run\.pt is damaged"):
@@ -202,6 +212,28 @@ def test_a_loss_that_is_not_finite_stops_at_the_last_good_step(tmp_path):
     with pytest.raises(FloatingPointError, match="the loss became nan at step 4"):
         train(model, poisoned, CONFIG, checkpoint=tmp_path / "run.pt")
     resumed = train(toy(), batches, CONFIG, checkpoint=tmp_path / "run.pt")
+    assert resumed.loss == train(toy(), batches, CONFIG).loss
+
+
+class SharpEdge(Toy):
+    """From its fifth call on the loss is finite and its gradient is not: the root of 0."""
+
+    calls = 0
+
+    def loss(self, input_ids, targets):
+        self.calls += 1
+        edge = (self.out.bias[0] * 0).sqrt() if self.calls > 4 else 0
+        return super().loss(input_ids, targets) + edge
+
+
+def test_a_gradient_that_is_not_finite_never_reaches_weights_or_checkpoint(tmp_path):
+    torch.manual_seed(0)
+    model = SharpEdge()
+    with pytest.raises(FloatingPointError, match="the gradient's norm became nan at step 4"):
+        train(model, batches, CONFIG, checkpoint=tmp_path / "run.pt")
+    assert all(p.isfinite().all() for p in model.parameters())
+    again = toy()
+    resumed = train(again, batches, CONFIG, checkpoint=tmp_path / "run.pt")
     assert resumed.loss == train(toy(), batches, CONFIG).loss
 
 

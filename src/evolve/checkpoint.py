@@ -129,8 +129,11 @@ def write_folder(folder: str | os.PathLike, config: dict, tensors: dict[str, Ten
 
 @contextlib.contextmanager
 def replacing(target: Path):
-    """A temporary file beside ``target`` that takes its place if the block succeeds, and else vanishes."""
-    handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+    """A temporary file beside ``target`` that takes its place if the block succeeds, and else vanishes.
+
+    A process that is killed meanwhile leaves it behind, as ``.NAME.*.tmp``; ``target`` stays as it was.
+    """
+    handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
     os.close(handle)
     try:
         yield Path(name)

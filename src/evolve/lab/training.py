@@ -1,17 +1,19 @@
 """One training loop for every rung: AdamW, warm-up and cosine, clipping, validation, exact resume.
 
-Batch n is a function of n (``batches(n)``), and the checkpoint holds everything else that changes: weights,
-optimiser, random state, curve. So a run that is killed at any step and started again gives, bit for bit,
-the numbers of a run that was not.
+Batch n is a function of n (``batches(n)``), what a model draws in step n is a function of the seed and of n,
+and the checkpoint holds everything else that changes: weights, optimiser, curve. So a run that is killed at
+any step and started again gives, bit for bit, the numbers of a run that was not.
 """
 
 import dataclasses
+import glob
 import hashlib
 import json
 import math
 import os
 import platform
 import sys
+import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +23,7 @@ from torch import nn
 
 from evolve.checkpoint import replacing
 from evolve.checks import check_count, require
-from evolve.lab.seeds import seed_everything
+from evolve.lab.seeds import generator, seed_everything
 from evolve.lab.tasks import Batch
 
 __all__ = ["Run", "TrainingConfig", "learning_rate", "seed_everything", "train"]
@@ -114,13 +116,14 @@ def train(
 ) -> Run:
     """Train ``model`` in place on ``batches(0), batches(1), ...`` and return the curve.
 
-    ``model.loss(input_ids, targets)`` is minimised. ``validate(model)`` returns named numbers. With a
-    ``checkpoint`` file the run goes on from it if it exists, exactly as if it had never stopped. The global
-    random state is used, seeded, and put back. Denormal numbers are flushed to zero on the CPU, since they
-    slow a nearly finished run by a factor of three.
+    ``model.loss(input_ids, targets)`` is minimised; batches are moved to the model's device.
+    ``validate(model)`` returns named numbers. With a ``checkpoint`` file the run goes on from it if it
+    exists, exactly as if it had never stopped. The global random state is seeded at every step and put back
+    at the end. Denormal numbers are flushed to zero on the CPU, since they slow a nearly finished run by a
+    factor of three.
 
     Raises ``ValueError`` if the checkpoint is damaged or belongs to another run, ``FloatingPointError``
-    naming the step if the loss is not finite (model and checkpoint then keep the last good step).
+    naming the step if the loss or its gradient is not finite (model and checkpoint keep the last good step).
     """
     torch.set_flush_denormal(True)
     optimizer = _optimizer(model, config)
@@ -128,7 +131,6 @@ def train(
     file = None if checkpoint is None else Path(checkpoint)
     require(file is None or file.parent.is_dir(), f"checkpoint must lie in an existing folder, got {file}")
     with torch.random.fork_rng(), _progress(config.steps, label) as bar:
-        torch.manual_seed(config.seed)
         if file is not None and file.exists():
             _resume(file, identity, model, optimizer, run)
         bar.update(len(run.loss))
@@ -157,27 +159,34 @@ def _optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.AdamW:
 def _step(model: nn.Module, batches: Batches, optimizer: torch.optim.Optimizer, run: Run) -> None:
     """One step of descent; nothing has changed if the loss turns out not to be finite."""
     step = len(run.loss)
-    batch = batches(step)
+    torch.manual_seed(generator(run.config.seed, step).initial_seed())  # dropout, on every device
+    batch, device = batches(step), next(model.parameters()).device
     model.train()
-    loss = model.loss(batch.input_ids, batch.targets)
+    loss = model.loss(batch.input_ids.to(device), batch.targets.to(device))
     value = loss.item()
-    if not math.isfinite(value):
-        raise FloatingPointError(f"the loss became {value} at step {step}: try a smaller peak or clip")
+    _check_finite("loss", value, step)
     optimizer.zero_grad(set_to_none=True)
     loss.backward()
-    nn.utils.clip_grad_norm_(model.parameters(), run.config.clip)
+    # A finite loss can have a gradient that is not (sqrt at 0): one such step would spoil every weight.
+    _check_finite("gradient's norm", nn.utils.clip_grad_norm_(model.parameters(), run.config.clip), step)
     for group in optimizer.param_groups:
         group["lr"] = learning_rate(run.config, step)
     optimizer.step()
     run.loss.append(value)
 
 
+def _check_finite(name: str, value: float | torch.Tensor, step: int) -> None:
+    if not math.isfinite(value):
+        raise FloatingPointError(
+            f"the {name} became {float(value)} at step {step}: try a smaller peak or clip"
+        )
+
+
 @torch.no_grad()
 def _validated(model: nn.Module, validate: Callable[[nn.Module], dict[str, float]]) -> dict[str, float]:
-    """The validation's numbers; the model's mode and the random state are as before."""
+    """The validation's numbers; the model's mode is as before."""
     was_training = model.training
-    with torch.random.fork_rng():
-        numbers = {name: float(x) for name, x in validate(model.eval()).items()}
+    numbers = {name: float(x) for name, x in validate(model.eval()).items()}
     model.train(was_training)
     return numbers
 
@@ -188,7 +197,8 @@ def _validated(model: nn.Module, validate: Callable[[nn.Module], dict[str, float
 def _identity(model: nn.Module, batches: Batches, config: TrainingConfig) -> dict[str, str]:
     """What must be the same for a checkpoint to belong to this run, as text."""
     first = batches(0)
-    data = hashlib.sha256(first.input_ids.numpy().tobytes() + first.targets.numpy().tobytes())
+    tensors = (first.input_ids, first.targets)
+    data = hashlib.sha256(b"".join(x.cpu().numpy().tobytes() for x in tensors))
     shapes = {name: list(p.shape) for name, p in model.named_parameters()}
     fields = {name: repr(value) for name, value in dataclasses.asdict(config).items()}
     return fields | {"model": json.dumps(shapes), "data": data.hexdigest()}
@@ -199,10 +209,11 @@ def _save(file: Path, identity: dict, model: nn.Module, optimizer: torch.optim.O
         "identity": identity,
         "model": model.state_dict(),
         "optimizer": optimizer.state_dict(),
-        "random": torch.random.get_rng_state(),
         "loss": run.loss,
         "validation": run.validation,
     }
+    for leftover in file.parent.glob(f".{glob.escape(file.name)}.*.tmp"):  # of a run killed while saving
+        leftover.unlink(missing_ok=True)
     with replacing(file) as temporary:
         torch.save(state, temporary)
 
@@ -210,7 +221,9 @@ def _save(file: Path, identity: dict, model: nn.Module, optimizer: torch.optim.O
 def _resume(file: Path, identity: dict, model: nn.Module, optimizer: torch.optim.Optimizer, run: Run) -> None:
     """Put everything back as it was when ``file`` was written; the file itself is never touched."""
     try:
-        state = torch.load(file, weights_only=True)
+        with zipfile.ZipFile(file) as archive:  # torch stores checksums, but does not look at them
+            require(archive.testzip() is None, "a checksum does not fit")
+        state = torch.load(file, weights_only=True, map_location="cpu")
         stored = state["identity"]
         differing = [key for key in identity if stored.get(key) != identity[key]]
     except Exception as error:  # torch raises many kinds for a damaged file
@@ -221,7 +234,6 @@ def _resume(file: Path, identity: dict, model: nn.Module, optimizer: torch.optim
     )
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
-    torch.random.set_rng_state(state["random"])
     run.loss, run.validation = list(state["loss"]), list(state["validation"])
 
 
