@@ -167,7 +167,13 @@ FAULTS = [
         "(Q @ K.mT).tril(-1) @ V",
         chunk("LINEAR"),
     ),
-    Fault("beta left out of U", "deltanet", "beta * V, beta * K", "V, beta * K", chunk("DELTA")),
+    Fault(
+        "beta left out of U",
+        "deltanet",
+        "M @ V, M @ K, K)",
+        "unit_lower_inverse(A) @ V, M @ K, K)",
+        chunk("DELTA"),
+    ),
     Fault("old state not erased", "chunking", "U_n - W_n @ S", "U_n", chunk("DELTA")),
     Fault(
         "output mask without decay",
@@ -183,7 +189,7 @@ FAULTS = [
         "A = beta * (K @ K.mT)",
         chunk("GATED"),
     ),
-    Fault("W without decay", "gated_deltanet", "beta * alpha * K", "beta * K", chunk("GATED")),
+    Fault("W without decay", "gated_deltanet", "M @ (alpha * K)", "M @ K", chunk("GATED")),
     Fault(
         "decay since the start instead of until the end",
         "gated_deltanet",

@@ -15,7 +15,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from evolve.chunking import from_chunks, solve_unit_lower, to_chunks, walk_chunks
+from evolve.chunking import from_chunks, to_chunks, unit_lower_inverse, walk_chunks
 from evolve.memory_layer import Call, MemoryLayer
 from evolve.memory_rule import outer, per_sequence, prepare_rule, read, token_loop
 from evolve.norms import RMSNorm, at_least_float32, l2_normalize
@@ -77,10 +77,9 @@ def chunk_delta_rule(
         U = diag(β) (V − K S) − strict_tril(diag(β) K Kᵀ) U
         (I + A) U = diag(β) (V − K S)        A = strict_tril(diag(β) K Kᵀ)
 
-    One triangular solve for both parts of the right-hand side gives U without a loop over tokens, and only
-    the second part waits for S:
+    One triangular solve replaces the loop over tokens, and only the second part of U waits for S:
 
-        Û = (I + A)⁻¹ diag(β) V    W = (I + A)⁻¹ diag(β) K    U = Û − W S
+        M = (I + A)⁻¹ diag(β)      Û = M V      W = M K      U = Û − W S
         O = Q S + tril(Q Kᵀ) U     S ← S + Kᵀ U
 
     Args: as ``recurrent_delta_rule``; chunk_size: C. backend: ``None`` or ``"torch"``.
@@ -106,8 +105,8 @@ def _chunk_form(C: int, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, S: Tensor
     T = q.shape[1]
     Q, K, V, beta = (to_chunks(x, C) for x in (q, k, v, beta[..., None]))
     A = beta * (K @ K.mT)
-    U, W = solve_unit_lower(A, beta * V, beta * K)
-    before, U, S = walk_chunks(S, U, W, K)  # S before each chunk, U = Û − W S
+    M = unit_lower_inverse(A) * beta.mT  # (I + A)⁻¹ diag(β)
+    before, U, S = walk_chunks(S, M @ V, M @ K, K)  # S before each chunk, U = Û − W S
     O = Q @ before + (Q @ K.mT).tril() @ U
     return from_chunks(O, T), S
 

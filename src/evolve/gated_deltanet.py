@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from evolve.checks import check_shape
-from evolve.chunking import from_chunks, solve_unit_lower, to_chunks, walk_chunks
+from evolve.chunking import from_chunks, to_chunks, unit_lower_inverse, walk_chunks
 from evolve.deltanet import delta_rule_step
 from evolve.memory_layer import Call, MemoryLayer, float32_parameter, initial_dt_bias
 from evolve.memory_rule import per_sequence, prepare_rule, token_loop
@@ -85,7 +85,7 @@ def chunk_gated_delta_rule(
     Γ_ri = e^{G_r − G_i}:
 
         A = strict_tril(diag(β) (K Kᵀ ⊙ Γ))
-        Û = (I + A)⁻¹ diag(β) V    W = (I + A)⁻¹ diag(β e^G) K    U = Û − W S
+        M = (I + A)⁻¹ diag(β)    Û = M V    W = M (e^G ⊙ K)    U = Û − W S
         O = e^G ⊙ (Q S) + tril(Q Kᵀ ⊙ Γ) U    S ← e^{G_C} S + (Γ_C ⊙ K)ᵀ U
 
     Args: as ``recurrent_gated_delta_rule``; chunk_size: C. backend: ``None`` or ``"torch"``.
@@ -131,9 +131,9 @@ def _chunk_form(
     alpha = g.cumsum(-1).exp()[..., None]  # e^G, the decay since the chunk began
     Gamma = pairwise_decay(g)
     A = beta * (K @ K.mT) * Gamma
-    U, W = solve_unit_lower(A, beta * V, beta * alpha * K)
+    M = unit_lower_inverse(A) * beta.mT  # (I + A)⁻¹ diag(β)
     K_out = Gamma[..., -1, :, None] * K  # what is left of each key when the chunk ends
-    before, U, S = walk_chunks(S, U, W, K_out, decay=alpha[..., -1:, :])
+    before, U, S = walk_chunks(S, M @ V, M @ (alpha * K), K_out, decay=alpha[..., -1:, :])
     O = alpha * (Q @ before) + ((Q @ K.mT) * Gamma) @ U
     return from_chunks(O, T), S
 

@@ -19,7 +19,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from evolve.checks import check_float, check_shape, require
-from evolve.chunking import from_chunks, solve_unit_lower, to_chunks, walk_chunks
+from evolve.chunking import (
+    from_chunks,
+    pairs,
+    power_of_two,
+    stack_triangle,
+    to_chunks,
+    unit_lower_inverse,
+    walk_chunks,
+)
 from evolve.deltanet import delta_rule_step
 from evolve.memory_layer import Call, MemoryLayer, float32_parameter, initial_dt_bias
 from evolve.memory_rule import per_sequence, prepare_rule, token_loop
@@ -109,7 +117,7 @@ def chunk_kda(
     factors out of the product of two keys and moves into it (``decayed_products``):
 
         A = strict_tril(diag(β) Σ_c K_rc Γ_ric K_ic)        A_q = tril(Σ_c Q_rc Γ_ric K_ic)
-        Û = (I + A)⁻¹ diag(β) V    W = (I + A)⁻¹ diag(β) (e^G ⊙ K)    U = Û − W S
+        M = (I + A)⁻¹ diag(β)    Û = M V    W = M (e^G ⊙ K)    U = Û − W S
         O = (e^G ⊙ Q) S + A_q U    S ← Diag(e^{G_C}) S + (e^{G_C − G} ⊙ K)ᵀ U
 
     Args: as ``recurrent_kda``; chunk_size: C. backend: ``None`` or ``"torch"``.
@@ -138,10 +146,11 @@ def _chunk_form(
 ) -> tuple[Tensor, Tensor]:
     T = q.shape[1]
     Q, K, V, g, beta = (to_chunks(x, C) for x in (q, k, v, g, beta[..., None]))
-    products, since_start, until_end = decayed_products(torch.stack([beta * K, Q]), K, g.exp())
-    A, A_q = products
-    U, W = solve_unit_lower(A, beta * V, beta * since_start * K)
-    before, U, S = walk_chunks(S, U, W, until_end * K, decay=since_start[..., -1, :, None])
+    products, since_start, until_end = decayed_products(torch.stack([K, Q]), K, g.exp())
+    A_k, A_q = products
+    M = unit_lower_inverse(beta * A_k) * beta.mT  # (I + A)⁻¹ diag(β)
+    W = M @ (since_start * K)
+    before, U, S = walk_chunks(S, M @ V, W, until_end * K, decay=since_start[..., -1, :, None])
     O = (since_start * Q) @ before + A_q @ U
     return from_chunks(O, T), S
 
@@ -170,28 +179,23 @@ def decayed_products(x: Tensor, y: Tensor, alpha: Tensor) -> tuple[Tensor, Tenso
     until = torch.ones_like(since)
     products = (x * y).sum(-1)[..., None, None]  # [..., blocks, size, size]
     while size < C:
-        _, x_2 = _pairs(x.unflatten(-2, (-1, size)))
-        y_1, _ = _pairs(y.unflatten(-2, (-1, size)))
-        since_1, since_2 = _pairs(since)
-        until_1, until_2 = _pairs(until)
-        products_1, products_2 = _pairs(products)
+        _, x_2 = pairs(x.unflatten(-2, (-1, size)))
+        y_1, _ = pairs(y.unflatten(-2, (-1, size)))
+        since_1, since_2 = pairs(since)
+        until_1, until_2 = pairs(until)
+        products_1, products_2 = pairs(products)
         square = (x_2 * since_2) @ (y_1 * until_1).mT
-        products = torch.cat([F.pad(products_1, (0, size)), torch.cat([square, products_2], -1)], -2)
+        products = stack_triangle(products_1, square, products_2)
         until = torch.cat([until_1 * since_2[..., -1:, :], until_2], -2)
         since = torch.cat([since_1, since_1[..., -1:, :] * since_2], -2)
         size = 2 * size
     return products[..., 0, :C, :C], since[..., 0, :C, :], until[..., 0, :C, :]
 
 
-def _pairs(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The first and the second of every two neighbouring blocks. x: [..., 2n, size, X]."""
-    return x.unflatten(-3, (-1, 2)).unbind(-3)
-
-
 def _pad_tokens(x: Tensor, value: float) -> Tensor:
     """Fill the tokens up to a power of two. x: [..., C, K]."""
     C = x.shape[-2]
-    missing = (1 << (C - 1).bit_length()) - C
+    missing = power_of_two(C) - C
     return F.pad(x, (0, 0, 0, missing), value=value) if missing else x
 
 

@@ -1,0 +1,1 @@
+"""Side-by-side measurements against peers. See README.md here."""
