@@ -331,9 +331,9 @@ def test_any_sizes_any_split_any_packing(rule: Rule, data) -> None:
 
 
 def test_gradcheck_of_every_chunked_form() -> None:
-    """Against finite differences, which share no code with any of the other checks."""
+    """First and second derivatives against finite differences, which share no code with the other checks."""
     for rule in RULES:
-        x = make(rule, T=5, B=1, H=1, HV=2, K=3, V=2, gate="-1.5")
+        x = make(rule, T=5, B=1, H=1, K=2, V=1, gate="-1.5")
         state = as_tuple(x["S0"])
 
         def run(*inputs, rule=rule):
@@ -344,3 +344,4 @@ def test_gradcheck_of_every_chunked_form() -> None:
 
         inputs = [t.clone().requires_grad_() for t in (*(x[n] for n in rule.inputs), *state)]
         assert torch.autograd.gradcheck(run, inputs)
+        assert torch.autograd.gradgradcheck(run, inputs)

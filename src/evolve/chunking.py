@@ -50,8 +50,9 @@ class _UnitLowerInverse(torch.autograd.Function):
             square = blocks.diagonal(dim1=-4, dim2=-2)[..., size:, :size, :].movedim(-1, -3)
             X = stack_triangle(X_1, -X_2 @ square @ X_1, X_2)
             size = 2 * size
-        ctx.save_for_backward(X[..., 0, :, :])
-        return X[..., 0, :, :]
+        X = X[..., 0, :, :]
+        ctx.save_for_backward(X)
+        return X
 
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, dX: Tensor) -> Tensor:
