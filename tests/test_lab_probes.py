@@ -170,7 +170,7 @@ def _leaky(S, w):
 
 def test_a_sum_never_clears_and_a_kv_cache_never_forgets():
     assert context_switch(linear, 30).energy == pytest.approx([1] * 31)
-    assert context_switch(softmax(256.0), 30).old_key == pytest.approx([1] * 31, abs=0.03)
+    assert context_switch(softmax(256.0), 30).old_key == pytest.approx([1] * 31, abs=0.05)
     assert context_switch(linear, 30).writes_to_clear() is None
 
 

@@ -37,7 +37,10 @@ def writes_to_clear(rule: MemoryRule, *, reset: float = 0.0) -> int | None:
 
     Without ``reset`` every token is a random write, and a delta rule keeps 1 − 1/K of the energy at each.
     """
-    return probes.context_switch(rule, 320 if reset == 0 else 1, reset=reset).writes_to_clear()
+    options = {"writes": 320 if reset == 0 else 1, "V": 4, "reset": reset}
+    if probes.context_switch(rule, repeats=16, **options).writes_to_clear() is None:
+        return None  # a memory that keeps everything is the slow one to read: a first look is enough
+    return probes.context_switch(rule, repeats=256, **options).writes_to_clear()
 
 
 def memory_cells() -> dict[str, MemoryCell]:

@@ -119,17 +119,17 @@ def context_switch(
     writes: int = 400,
     *,
     K: int = 64,
-    V: int = 4,
+    V: int = 16,
     old_pairs: int = 16,
     reset: float = 0.0,
-    repeats: int = 256,
+    repeats: int = 32,
     seed: int = 0,
 ) -> ContextSwitch:
     """Old pairs, a switch token with log-decay ``reset`` (0: none), then random new pairs one by one.
 
     What is left of the old context is the difference between two memories that took the same new writes,
-    one of them empty at the switch. ``reset`` needs a rule that decays. Values are short (V = 4), which buys
-    many repetitions: with 16 of them the 1 % point is off by up to four writes.
+    one of them empty at the switch. ``reset`` needs a rule that decays. Where 1 % is left is off by a few
+    writes if there are few repetitions; short values pay for more of them.
     """
     for name, n in (("writes", writes), ("K", K), ("V", V), ("old_pairs", old_pairs), ("repeats", repeats)):
         check_count(name, n, 1)
