@@ -221,7 +221,7 @@ def show(results: dict) -> None:
     for r in results["forward_backward"]:
         name = f"{r['T']:5} {r['K']:4} {r['gate']:>9}  {r['ours']:32}{r['peer']:42}"
         apart = f"{r['difference']:10.1e}" if "difference" in r else f"{'':10}"
-        speed = r.get("refused") or f"{r['ms']:8.1f} {r['peer_ms']:9.1f} {r['ratio']:6.1f}"
+        speed = r.get("refused") or f"{r['ms']:8.1f} {r['peer_ms']:9.1f} {r['ratio']:6.2f}"
         print(name + apart + " " + speed)
     print("\npeak memory of one forward + backward pass")
     for r in results["peak_memory"]:

@@ -224,3 +224,53 @@ def test_kda_gates() -> None:
     for bad in ({"lower_bound": 0.0}, {"A_log": A_log[:1]}, {"dt_bias": b[:5]}, {"z": z[0]}):
         with pytest.raises(ValueError, match=next(iter(bad))):
             kda_gate(**({"z": z, "A_log": A_log, "dt_bias": b} | bad))
+
+
+@pytest.mark.parametrize("x", [0.0, -12.0, -17.0, -30.0, -60.0])
+@pytest.mark.parametrize("scale", [None, 1e-3])
+def test_one_normalised_write_is_read_in_full_however_small_its_features(
+    x: float, scale: float | None
+) -> None:
+    """φ cancels between numerator and normaliser; an ε in the denominator would eat the value silently."""
+    from evolve.linear_attention import chunk_linear_attention, recurrent_linear_attention
+
+    q = torch.full((1, 1, 1, 16), x)
+    v = torch.ones(1, 1, 1, 3)
+    for form in (recurrent_linear_attention, chunk_linear_attention):
+        o, _ = form(q, q, v, feature_map="elu1", normalize=True, scale=scale)
+        if x > -40:  # exp(-60)² underflows in float32: zero, and not a nan
+            torch.testing.assert_close(o, v)
+        assert o.isfinite().all()
+
+
+def test_what_a_cache_keeps_is_no_view_of_a_whole_prefill() -> None:
+    from evolve.linear_attention import chunk_linear_attention
+    from evolve.short_conv import short_conv
+
+    q, k, v = (torch.randn(1, 640, 1, 8) for _ in "qkv")
+    _, S = chunk_linear_attention(q, k, v, output_final_state=True)
+    _, history = short_conv(torch.randn(1, 1000, 8), torch.randn(8, 1, 4))
+    for kept in (S, history):
+        assert kept.untyped_storage().nbytes() == kept.nbytes
+
+
+@pytest.mark.parametrize("cu_seqlens", [[0, 3], [2, 5], [0, 5, 3, 5]])
+def test_the_short_convolution_refuses_packing_that_does_not_fit(cu_seqlens: list[int]) -> None:
+    from evolve.short_conv import short_conv
+
+    with pytest.raises(ValueError, match="cu_seqlens must rise from 0 to T = 5"):
+        short_conv(torch.zeros(1, 5, 2), torch.zeros(2, 1, 4), cu_seqlens=torch.tensor(cu_seqlens))
+
+
+def test_the_float32_islands_of_a_kda_layer_are_float32_when_built_in_bf16() -> None:
+    from evolve.kda import KimiDeltaAttention
+
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        layer = KimiDeltaAttention(32, 2, 16)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    islands = [n for n, p in layer.named_parameters() if p.dtype == torch.float32]
+    assert sorted(islands) == sorted(
+        ["A_log", "dt_bias", "o_norm.weight", *(f"{x}_conv1d.weight" for x in "qkv")]
+    )

@@ -174,7 +174,7 @@ FAULTS = [
         "unit_lower_inverse(A) @ V, M @ K, K)",
         chunk("DELTA"),
     ),
-    Fault("old state not erased", "chunking", "U_n - W_n @ S", "U_n", chunk("DELTA")),
+    Fault("old state not erased", "chunking", "torch.baddbmm(U_n, W_n, S, alpha=-1)", "U_n", chunk("DELTA")),
     Fault(
         "output mask without decay",
         "gated_deltanet",

@@ -89,12 +89,14 @@ def walk_chunks(
     S: [B, HV, K, V]; U: [B, HV, NT, C, V]; W, K_out: [B, HV, NT, C, K]; decay: [B, HV, NT, K or 1, 1].
     Returns: S before each chunk [B, HV, NT, K, V], what was written [B, HV, NT, C, V], the last S.
     """
+    heads, S = S.shape[:2], S.flatten(0, 1)
+    # unbind, not indexing: the gradient of x[:, n] is a zero tensor as large as all of x, once per chunk.
+    parts = [x.flatten(0, 1).unbind(1) for x in (U, W, K_out.mT)]
+    decays = [None] * U.shape[2] if decay is None else decay.flatten(0, 1).unbind(1)
     before, written = [], []
-    # unbind, not indexing: the gradient of x[:, :, n] is a zero tensor as large as all of x, once per chunk.
-    parts = [x.unbind(2) for x in (U, W, K_out.mT)]
-    decays = [None] * U.shape[2] if decay is None else decay.unbind(2)
     for U_n, W_n, K_n, decay_n in zip(*parts, decays):
         before.append(S)
-        written.append(U_n - W_n @ S)
-        S = (S if decay_n is None else decay_n * S) + K_n @ written[-1]
-    return torch.stack(before, 2), torch.stack(written, 2), S
+        written.append(torch.baddbmm(U_n, W_n, S, alpha=-1))  # U_n − W_n S
+        faded = S if decay_n is None else decay_n * S
+        S = torch.baddbmm(faded, K_n, written[-1])  # decay_n ⊙ S + K_outᵀ (U_n − W_n S)
+    return *(torch.stack(x, 1).unflatten(0, heads) for x in (before, written)), S.unflatten(0, heads)

@@ -25,8 +25,6 @@ from evolve.norms import RMSNorm
 
 State = Tensor | tuple[Tensor, Tensor]
 
-EPS = 1e-12  # keeps 0 / 0 = 0 where nothing has been stored
-
 
 def elu1(x: Tensor) -> Tensor:
     """φ(x) = elu(x) + 1 > 0 (eq. 7), as exp(x) below 0 so that small values keep all their digits."""
@@ -105,7 +103,7 @@ def _chunk_form(C: int, q: Tensor, k: Tensor, v: Tensor, S: Tensor) -> tuple[Ten
     writes = torch.cat([S[:, :, None], K.mT @ V], dim=2)  # the first state, then Kᵀ V of every chunk
     before, last = writes.cumsum(2).split([Q.shape[2], 1], dim=2)  # S before each chunk, and after all
     O = Q @ before + (Q @ K.mT).tril() @ V
-    return from_chunks(O, T), last.squeeze(2)
+    return from_chunks(O, T), last.squeeze(2).clone()  # a view would keep every chunk's state alive
 
 
 def _prepare(
@@ -155,7 +153,8 @@ def _finish(
 ) -> tuple[Tensor, State | None]:
     """Divide by z·φ(q), the last column, and hand the state over as S or (S, z)."""
     if normalize:
-        o = o[..., :-1] / (o[..., -1:] + EPS)
+        n = o[..., -1:]  # exactly 0 only where nothing has been stored, or where exp has underflowed
+        o = o[..., :-1] / n.where(n != 0, 1.0)
         S = (S[..., :-1], S[..., -1])
     return o.to(dtype), S if output_final_state else None
 

@@ -153,8 +153,8 @@ def token_loop(step: Form) -> Form:
     def form(*args: Tensor) -> tuple[Tensor, Tensor]:
         *tokens, S = args
         o = []
-        for t in range(tokens[0].shape[1]):
-            o_t, S = step(*(x[:, t] for x in tokens), S)
+        for token in zip(*(x.unbind(1) for x in tokens)):
+            o_t, S = step(*token, S)
             o.append(o_t)
         return torch.stack(o, dim=1) if o else torch.zeros_like(tokens[2]), S
 

@@ -53,6 +53,8 @@ class GatedRMSNorm(RMSNorm):
 
     def __init__(self, dim: int, *, activation: Activation, eps: float = 1e-5) -> None:
         super().__init__(dim, eps=eps)
+        # The gain of a memory's output norm is float32 in the checkpoints, whatever the default dtype.
+        self.weight = nn.Parameter(at_least_float32(self.weight.detach()))
         self.activation = {"sigmoid": torch.sigmoid, "silu": F.silu}[activation]
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:

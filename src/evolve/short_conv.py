@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from evolve.checks import check_shape, require
-from evolve.memory_rule import per_sequence
+from evolve.memory_rule import check_cu_seqlens, per_sequence
 from evolve.norms import at_least_float32
 
 
@@ -26,11 +26,13 @@ def short_conv(
         history: [B, W − 1, D], or [N, W − 1, D] with ``cu_seqlens``; zeros by default.
         cu_seqlens: [N+1] ends of N sequences packed into one row, B = 1: none sees another.
     Returns: y [B, T, D] in u's dtype; the history for the call after this one, in u's dtype.
-    Raises: ValueError on shapes that do not fit.
+    Raises: ValueError on shapes or ``cu_seqlens`` that do not fit.
     """
     check_shape("u", u, B=None, T=None, D=None)
     D, W = u.shape[2], weight.shape[-1]
     check_shape("weight", weight, D=D, one=1, W=None)
+    if cu_seqlens is not None:
+        check_cu_seqlens(cu_seqlens, *u.shape[:2])
     N = u.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
     if history is None:
         history = u.new_zeros(N, W - 1, D)
@@ -41,13 +43,13 @@ def short_conv(
         u = torch.cat([history.to(dtype), u], dim=1)  # row t + W − 1 is token t
         w = at_least_float32(weight)[:, 0]
         y = sum(w[:, j] * u[:, j : j + T] for j in range(W))
-        return F.silu(y).to(dtype), u[:, T:]
+        return F.silu(y).to(dtype), u[:, T:].clone()  # a view would keep all of u alive in a cache
 
     return per_sequence(form, (u,), history, cu_seqlens)
 
 
 class ShortConvolution(nn.Module):
-    """``short_conv`` with its weight [D, 1, W], which is kept in float32 as the checkpoints do."""
+    """``short_conv`` with its weight [D, 1, W], float32 as in the checkpoints when it is built."""
 
     def __init__(self, dim: int, kernel_size: int = 4) -> None:
         super().__init__()
