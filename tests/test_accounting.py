@@ -54,7 +54,7 @@ def test_counting_changes_nothing():
         (lambda m: forward_flops(m, 0), "tokens must be at least 1"),
         (lambda m: cache_bytes(m, -1), "context must not be negative"),
         (lambda m: cache_bytes(m, 2000), "n_positions = 1024"),
-        (lambda m: cache_bytes(m, 1, batch_size=-1), "batch_size must not be negative"),
+        (lambda m: cache_bytes(m, 1, batch_size=-1), "batch_size must be an integer >= 0"),
     ],
 )
 def test_bad_counts_are_named(call, message):

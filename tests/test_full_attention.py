@@ -353,9 +353,9 @@ def test_loss_counts_only_what_is_asked():
     ("change", "message"),
     [
         ({"n_embd": 25}, "n_embd must be a multiple of n_head"),
-        ({"n_layer": 0}, "n_layer must be a positive integer, got 0"),
+        ({"n_layer": 0}, r"n_layer must be a positive integer below 2\*\*31, got 0"),
         ({"vocab_size": 1.5}, "vocab_size must be a positive integer"),
-        ({"layer_norm_epsilon": 0}, "layer_norm_epsilon must be positive and finite"),
+        ({"layer_norm_epsilon": 0}, "layer_norm_epsilon must be positive"),
         ({"initializer_range": float("nan")}, "initializer_range must be positive"),
         ({"n_head": None}, "n_head must be a positive integer"),
     ],
@@ -570,3 +570,60 @@ def test_the_tokenizer_comes_from_the_same_folder(folder):
     (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match="cannot be read"):
         load_tokenizer(folder, {})
+
+
+@pytest.mark.parametrize(
+    ("name", "target"), [("dtype", torch.int64), ("dtype", "float16"), ("device", "nowhere")]
+)
+def test_targets_that_no_model_runs_on_are_named(folder, name, target):
+    with pytest.raises(ValueError, match=f"{name} must be one"):
+        GPT2.from_pretrained(folder, **{name: target})
+
+
+def test_more_odd_folders_are_refused_whole(folder, tmp_path):
+    rewrite(folder, lambda t: t.update(x=torch.zeros(2, 2)))
+    with pytest.raises(ValueError, match="unexpected: x"):
+        GPT2.from_pretrained(folder)
+    (folder / "model.safetensors").unlink()
+    for content in ({3: torch.zeros(2)}, {"wte.weight": torch.zeros(2, 2).to_sparse()}, [torch.zeros(2)]):
+        torch.save(content, folder / "pytorch_model.bin")
+        with pytest.raises(ValueError, match="dictionary of names and ordinary tensors"):
+            GPT2.from_pretrained(folder)
+    (folder / "config.json").unlink()
+    (folder / "config.json").mkdir()
+    with pytest.raises(ValueError, match=r"config\.json is a folder"):
+        lively().save_pretrained(folder)
+    assert not (folder / "model.safetensors").exists()
+    with pytest.raises(ValueError, match="dir must name a folder"):
+        lively().save_pretrained("")
+
+
+def test_a_cache_of_another_model_is_refused_and_a_failed_first_call_leaves_nothing():
+    model, x = lively(), ids(2, 4)
+    with torch.no_grad():
+        with pytest.raises(ValueError, match="cache must have this model's 3 layers, got 2"):
+            model(x, cache=lively(GPT2Config(97, 32, 24, 2, 4)).new_cache(2))
+        with pytest.raises(ValueError, match="cache must be a Cache"):
+            model(x, cache="x")
+        cache = model.new_cache(2)
+        lively(GPT2Config(97, 32, 36, 3, 4))(x, cache=cache)
+        with pytest.raises(ValueError, match="cache must have been filled by this model"):
+            model(x, cache=cache)
+        cache = model.new_cache(2)
+        hook = model.ln_f.register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(x, cache=cache)
+        hook.remove()
+        model.float()(x, cache=cache)  # another dtype: the failed call must not have fixed it
+        assert cache.length == 4
+
+
+def test_masks_on_meta_are_counted_and_foreign_devices_named():
+    with torch.device("meta"):
+        model, x = GPT2(TINY), torch.zeros(2, 4, dtype=torch.long)
+        assert model(x, attention_mask=torch.ones(2, 4, dtype=torch.bool)).shape == (2, 4, 97)
+    with pytest.raises(ValueError, match="input_ids must be on the model's device"):
+        lively()(x)
+    q = torch.zeros(1, 3, 2, 4)
+    with pytest.raises(ValueError, match="key_mask must be on q's device"):
+        softmax_attention(q, q, q, key_mask=torch.ones(1, 3, dtype=torch.bool, device="meta"))

@@ -137,7 +137,7 @@ def test_nothing_asked_returns_the_prompt(model):
         ({"top_p": 0.0}, r"top_p must lie in \(0, 1\]"),
         ({"top_p": 1.1}, "top_p must lie in"),
         ({"seed": "x"}, "seed must be an integer"),
-        ({"stop": "x"}, "stop must be a token id"),
+        ({"stop": "x"}, "stop must be an integer"),
         ({"attention_mask": torch.ones(1, 4)}, "attention_mask must be bool"),
         ({"attention_mask": torch.zeros(1, 4, dtype=torch.bool)}, "attention_mask must leave at least one"),
     ],
@@ -146,3 +146,24 @@ def test_bad_requests_are_named(model, kwargs, message):
     good = {"input_ids": ids(1, 4), "max_new_tokens": 2, "temperature": 1.0}
     with pytest.raises(ValueError, match=message):
         generate(model, **(good | kwargs))
+
+
+def test_top_k_lets_exactly_k_through():
+    tied = torch.tensor([[1.0, 1.0, 1.0, 0.5]]).expand(200, -1)
+    assert len(sample(tied, temperature=1.0, top_k=2).unique()) <= 2
+    rising = torch.arange(11.0)[None].expand(200, -1)
+    assert (sample(rising, temperature=1e39, top_k=1) == 10).all()
+
+
+def test_numpy_numbers_are_numbers(model):
+    import numpy as np
+
+    x = ids(1, 4)
+    expected = generate(model, x, 3, temperature=0.5, seed=1, top_k=3, stop=5)
+    settings = {
+        "temperature": np.float32(0.5),
+        "seed": np.int64(1),
+        "top_k": np.int64(3),
+        "stop": np.int64(5),
+    }
+    assert torch.equal(generate(model, x, np.int64(3), **settings), expected)

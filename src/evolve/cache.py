@@ -9,7 +9,7 @@ leaves the cache as it was.
 import torch
 from torch import Tensor
 
-from evolve.checks import check_shape, require
+from evolve.checks import check_count, check_shape, require
 
 
 class LayerCache:
@@ -38,7 +38,14 @@ class LayerCache:
         need gradients are concatenated instead, since a buffer written in place cannot carry them.
         """
         start, end = self._cache.length, self._cache.length + new.shape[1]
-        buffer = self.growing.get(name)
+        buffer = self.growing.get(name) if start else None  # before the first advance nothing counts
+        if buffer is not None:
+            fits = (buffer.shape[0], *buffer.shape[2:]) == (new.shape[0], *new.shape[2:])
+            fits = fits and buffer.dtype == new.dtype and buffer.device == new.device
+            require(
+                fits,
+                f"cache must have been filled by this model, but its {name} has another form",
+            )
         if new.requires_grad or (buffer is not None and buffer.requires_grad):
             buffer = new if buffer is None else torch.cat([buffer[:, :start], new], dim=1)
         else:
@@ -68,8 +75,8 @@ class Cache:
     """
 
     def __init__(self, num_layers: int, batch_size: int) -> None:
-        require(num_layers >= 1, f"num_layers must be at least 1, got {num_layers}")
-        require(batch_size >= 0, f"batch_size must not be negative, got {batch_size}")
+        check_count("num_layers", num_layers)
+        check_count("batch_size", batch_size, 0)
         self.batch_size = batch_size
         self.length = 0
         self.key_mask: Tensor | None = None
@@ -102,7 +109,7 @@ def extend_key_mask(cache: Cache | None, attention_mask: Tensor | None, B: int, 
         require(
             attention_mask.dtype == torch.bool, f"attention_mask must be bool, got {attention_mask.dtype}"
         )
-        if attention_mask.all():
+        if not attention_mask.is_meta and attention_mask.all():
             attention_mask = None
     past = cache.key_mask if cache is not None else None
     if attention_mask is None and past is None:

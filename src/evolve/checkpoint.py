@@ -39,6 +39,16 @@ def resolve_folder(path_or_name: str | os.PathLike, published: Mapping[str, str]
     return _download(published.get(name, name))
 
 
+def check_target(dtype: torch.dtype | None, device: object) -> None:
+    """``dtype`` must be one that a model runs in, ``device`` one that is here; ``None`` leaves it open."""
+    usable = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    require(dtype is None or dtype in usable, f"dtype must be one of {usable}, got {dtype!r}")
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, TypeError) as error:
+        raise ValueError(f"device must be one that is here, got {device!r}: {error}") from error
+
+
 def read_config(folder: Path) -> dict:
     """The JSON object in ``config.json``."""
     file = folder / CONFIG
@@ -76,9 +86,12 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     except Exception as error:  # torch raises many kinds for a damaged or unsafe pickle
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(f"{file} cannot be read safely: {reason}") from error
-    plain = isinstance(tensors, dict) and all(isinstance(t, Tensor) for t in tensors.values())
-    require(plain, f"{file} must hold a dictionary of tensors")
-    return tensors
+    plain = isinstance(tensors, dict) and all(
+        isinstance(name, str) and isinstance(t, Tensor) and t.layout == torch.strided and not t.is_meta
+        for name, t in tensors.items()
+    )
+    require(plain, f"{file} must hold a dictionary of names and ordinary tensors")
+    return {name: t.clone() for name, t in tensors.items()}  # entries of a pickle may share memory
 
 
 def check_tensors(
@@ -114,8 +127,11 @@ def load_model(build: Callable[[], nn.Module], tensors: dict[str, Tensor], dtype
 
 def write_folder(folder: str | os.PathLike, config: dict, tensors: dict[str, Tensor]) -> None:
     """Write ``config.json`` and ``model.safetensors`` into ``folder`` (made if absent), each atomically."""
-    folder = Path(folder)
+    name, folder = os.fspath(folder), Path(folder)
+    require(bool(name), "dir must name a folder, got an empty path")
     require(not folder.exists() or folder.is_dir(), f"dir must be a folder, got the file {folder}")
+    for part in (folder / WEIGHTS, folder / CONFIG):
+        require(not part.is_dir(), f"dir must hold files under its file names, but {part} is a folder")
     require(not any(t.is_meta for t in tensors.values()), "the model has no weights to save (meta device)")
     folder.mkdir(parents=True, exist_ok=True)
     # One copy of every tensor: safetensors refuses tensors that share memory.

@@ -131,6 +131,9 @@ def _check_operands(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) ->
     if key_mask is not None:
         check_shape("key_mask", key_mask, B=B, S=k.shape[1])
         require(key_mask.dtype == torch.bool, f"key_mask must be bool, got {key_mask.dtype}")
+        require(
+            key_mask.device == q.device, f"key_mask must be on q's device {q.device}, got {key_mask.device}"
+        )
 
 
 # -------------------------------------------------------------------------------------- the model
@@ -152,18 +155,17 @@ class GPT2Config:
     def __post_init__(self) -> None:
         for field in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "n_inner"):
             n = getattr(self, field)
-            fits = isinstance(n, int) and not isinstance(n, bool) and n >= 1
-            require(
-                fits or (n is None and field == "n_inner"), f"{field} must be a positive integer, got {n!r}"
-            )
+            fits = isinstance(n, int) and not isinstance(n, bool) and 1 <= n < 2**31
+            optional = n is None and field == "n_inner"
+            require(fits or optional, f"{field} must be a positive integer below 2**31, got {n!r}"[:200])
         require(
             self.n_embd % self.n_head == 0,
             f"n_embd must be a multiple of n_head = {self.n_head}, got {self.n_embd}",
         )
         for field in ("layer_norm_epsilon", "initializer_range"):
             x = getattr(self, field)
-            fits = isinstance(x, int | float) and not isinstance(x, bool) and 0 < x < math.inf
-            require(fits, f"{field} must be positive and finite, got {x!r}")
+            fits = isinstance(x, int | float) and not isinstance(x, bool) and 0 < x < 1e6
+            require(fits, f"{field} must be positive and below a million, got {x!r}"[:200])
 
     @classmethod
     def published(cls, name: str) -> "GPT2Config":
@@ -288,6 +290,7 @@ class GPT2(nn.Module):
         """
         check_shape("input_ids", input_ids, B=None, T=None)
         B, T = input_ids.shape
+        self._check_call(input_ids, cache, attention_mask)
         key_mask = extend_key_mask(cache, attention_mask, B, T)
         check_token_ids("input_ids", input_ids, self.vocab_size, attention_mask)
         positions = self._positions(cache.length if cache is not None else 0, key_mask, input_ids)
@@ -296,9 +299,22 @@ class GPT2(nn.Module):
         x = self.wte(input_ids) + self.wpe(positions)
         for i, block in enumerate(self.h):
             x = block(x, cache.layers[i] if cache is not None else None, key_mask)
-        if cache is not None:
+        logits = F.linear(self.ln_f(x), self.wte.weight)
+        if cache is not None:  # last of all: nothing counts if anything above has failed
             cache.advance(T, key_mask)
-        return F.linear(self.ln_f(x), self.wte.weight)
+        return logits
+
+    def _check_call(self, input_ids: Tensor, cache: Cache | None, attention_mask: Tensor | None) -> None:
+        device = self.wte.weight.device
+        for name, x in (("input_ids", input_ids), ("attention_mask", attention_mask)):
+            if x is not None:
+                require(x.device == device, f"{name} must be on the model's device {device}, got {x.device}")
+        if cache is not None:
+            require(isinstance(cache, Cache), f"cache must be a Cache, got {type(cache).__name__}")
+            L = len(self.h)
+            require(
+                len(cache.layers) == L, f"cache must have this model's {L} layers, got {len(cache.layers)}"
+            )
 
     def _positions(self, past: int, key_mask: Tensor | None, input_ids: Tensor) -> Tensor:
         """Positions count real tokens only, so that padding shifts nothing. [1 or B, T]"""
@@ -307,7 +323,7 @@ class GPT2(nn.Module):
             longest, positions = past + T, torch.arange(past, past + T, device=input_ids.device)[None]
         else:
             count = key_mask.cumsum(dim=1)
-            longest = int(count.max()) if count.numel() else 0
+            longest = int(count.max()) if count.numel() and not count.is_meta else 0
             positions = (count - 1).clamp(min=0)[:, past:]
         require(
             longest <= self.context_length,
@@ -334,6 +350,7 @@ class GPT2(nn.Module):
 
         ``dtype`` defaults to the file's. Raises ``ValueError`` naming the file and what is wrong with it.
         """
+        checkpoint.check_target(dtype, device)
         folder = checkpoint.resolve_folder(path_or_name, gpt2_layout.HUB_REPOSITORIES)
         config = checkpoint.build_config(GPT2Config, gpt2_layout.read_sizes(folder), folder)
         tensors = gpt2_layout.read_weights(folder, config.n_layer)

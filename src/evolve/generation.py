@@ -5,12 +5,13 @@ and ``model.context_length`` (the longest sequence it can take, ``None`` for no 
 """
 
 import math
+import numbers
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 
-from evolve.checks import check_shape, check_token_ids, require
+from evolve.checks import check_count, check_shape, check_token_ids, require
 
 
 @torch.no_grad()
@@ -41,8 +42,9 @@ def generate(
     stop_ids = _stop_ids(stop, input_ids.device)
     generator = None
     if seed is not None:
-        require(isinstance(seed, int), f"seed must be an integer, got {seed!r}")
-        generator = torch.Generator(input_ids.device).manual_seed(seed)
+        check_count("seed", seed, 0)
+        require(seed < 2**63, f"seed must be below 2**63, got {seed}")
+        generator = torch.Generator(input_ids.device).manual_seed(int(seed))
     if max_new_tokens == 0 or input_ids.shape[0] == 0:
         return torch.cat([input_ids, input_ids.new_zeros(input_ids.shape[0], max_new_tokens)], dim=1)
 
@@ -77,12 +79,12 @@ def sample(
     if temperature == 0:
         return logits.argmax(dim=-1)
     logits = logits.float()
+    if top_k is not None:  # by index: equal logits must not let more than k through
+        kept = logits.topk(min(top_k, logits.shape[-1]), dim=-1).indices
+        logits = torch.full_like(logits, -torch.inf).scatter(-1, kept, logits.gather(-1, kept))
     # Shifting by the maximum changes no probability; with it, tiny temperatures give 0 and -inf, never nan.
-    tiny = torch.finfo(logits.dtype).tiny
-    logits = (logits - logits.amax(dim=-1, keepdim=True)) / max(temperature, tiny)
-    if top_k is not None:
-        smallest = logits.topk(min(top_k, logits.shape[-1])).values[..., -1:]
-        logits = logits.masked_fill(logits < smallest, -torch.inf)
+    limits = torch.finfo(logits.dtype)
+    logits = (logits - logits.amax(dim=-1, keepdim=True)) / min(max(temperature, limits.tiny), limits.max)
     if top_p is not None:
         ordered, index = logits.sort(dim=-1, descending=True, stable=True)
         p = ordered.softmax(dim=-1)
@@ -102,9 +104,12 @@ def _last_real(logits: Tensor, attention_mask: Tensor | None) -> Tensor:
 
 
 def _stop_ids(stop: int | Iterable[int] | None, device: torch.device) -> Tensor:
-    ids = [] if stop is None else [stop] if isinstance(stop, int) else list(stop)
-    require(all(isinstance(i, int) for i in ids), f"stop must be a token id or several, got {stop!r}")
-    return torch.tensor(ids, dtype=torch.int64, device=device)
+    several = isinstance(stop, Iterable) and not isinstance(stop, str | Tensor)
+    ids = [] if stop is None else list(stop) if several else [stop]
+    for i in ids:
+        check_count("stop", i, 0)
+        require(i < 2**63, f"stop must hold token ids, got {i}")
+    return torch.tensor([int(i) for i in ids], dtype=torch.int64, device=device)
 
 
 def _check_request(
@@ -113,10 +118,7 @@ def _check_request(
     check_shape("input_ids", input_ids, B=None, T=None)
     B, T = input_ids.shape
     require(T >= 1, "input_ids must hold at least one token a row, got T = 0")
-    require(
-        isinstance(max_new_tokens, int) and max_new_tokens >= 0,
-        f"max_new_tokens must be an integer >= 0, got {max_new_tokens!r}",
-    )
+    check_count("max_new_tokens", max_new_tokens, 0)
     longest = T
     if attention_mask is not None:
         check_shape("attention_mask", attention_mask, B=B, T=T)
@@ -136,15 +138,12 @@ def _check_request(
 
 
 def _check_sampling(temperature: float, top_k: int | None, top_p: float | None) -> None:
+    number = isinstance(temperature, numbers.Real) and not isinstance(temperature, bool)
+    fits = number and 0 <= temperature < math.inf
+    require(fits, f"temperature must be finite and >= 0, got {temperature!r}"[:200])
+    if top_k is not None:
+        check_count("top_k", top_k)
     require(
-        isinstance(temperature, int | float) and 0 <= temperature < math.inf,
-        f"temperature must be finite and >= 0, got {temperature!r}",
-    )
-    require(
-        top_k is None or (isinstance(top_k, int) and top_k >= 1),
-        f"top_k must be an integer >= 1, got {top_k!r}",
-    )
-    require(
-        top_p is None or (isinstance(top_p, int | float) and 0 < top_p <= 1),
+        top_p is None or (isinstance(top_p, numbers.Real) and 0 < top_p <= 1),
         f"top_p must lie in (0, 1], got {top_p!r}",
     )

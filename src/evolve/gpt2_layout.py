@@ -61,5 +61,5 @@ def read_weights(folder: Path, num_layers: int) -> dict[str, Tensor]:
 
 def transposed(name: str, t: Tensor) -> Tensor:
     """GPT-2 stores its projections input-first ("Conv1D"); ``nn.Linear`` has them output-first."""
-    is_projection = t.ndim == 2 and name.split(".")[-2] in ("c_attn", "c_proj", "c_fc")
+    is_projection = t.ndim == 2 and name.split(".")[-2:-1] in (["c_attn"], ["c_proj"], ["c_fc"])
     return t.t() if is_projection else t
