@@ -35,9 +35,10 @@ def random_pairs_error(rule: MemoryRule, pairs: int = 1024) -> float:
 def writes_to_clear(rule: MemoryRule, *, reset: float = 0.0) -> int | None:
     """03 → 04: tokens after a context switch until 1 % of the old context's energy is left, K = 64.
 
-    Without ``reset`` every token is a random write, and a delta rule keeps 1 − 1/K of the energy at each.
+    Every token is a random write, and a delta rule keeps 1 − 1/K of the energy at each; with ``reset`` the
+    first token decays the state by exp(reset) instead. ``None`` if 320 writes are not enough.
     """
-    options = {"writes": 320 if reset == 0 else 1, "V": 4, "reset": reset}
+    options = {"writes": 320, "V": 4, "reset": reset}
     if probes.context_switch(rule, repeats=16, **options).writes_to_clear() is None:
         return None  # a memory that keeps everything is the slow one to read: a first look is enough
     return probes.context_switch(rule, repeats=256, **options).writes_to_clear()
@@ -61,12 +62,19 @@ def first_layer_share(num_layers: int = 93, width: int = 7168) -> float:
 
 
 def scoreboard_row(
-    rung: int, name: str, rule: MemoryRule, *, reset: float = 0.0, end_decay: torch.Tensor | float = 0.0
+    rung: int,
+    name: str,
+    rule: MemoryRule,
+    *,
+    reset: float = 0.0,
+    end_decay: torch.Tensor | float = 0.0,
+    idle_decay: float = 0.0,
 ) -> dict:
     """The row of ``evolve.lab.scoreboard`` for a memory: the probes' numbers, K = V = 64, float32 bytes.
 
-    ``reset`` is the log-decay of the token that clears a context, ``end_decay`` that of END in the memory
-    cell (both 0 for a memory without decay). A context that is never cleared gives "n/a".
+    Log-decays, all 0 for a memory without decay: ``reset`` of the token that clears a context, ``end_decay``
+    of END in the memory cell, ``idle_decay`` of the tokens that only pass by. A context that 320 writes do
+    not clear gives "n/a".
     """
     k = probes.unit_vectors(1, 1024, 64, rng=generator(0))
     state = rule.write(None, plain_writes(k, k))
@@ -82,5 +90,5 @@ def scoreboard_row(
         "overwrite_error": round(rewritten_key_error(rule), 3),
         "writes_to_clear": "n/a" if writes is None else writes,
         "memory_cell": round(probes.memory_cell(rule, end_decay).score, 3),
-        "retention": round(probes.retention(rule, torch.zeros(64), [1024])[0, 0].item(), 3),
+        "retention": round(probes.retention(rule, torch.full((64,), idle_decay), [1024])[0, 0].item(), 3),
     }

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from evolve.checks import require
@@ -18,7 +17,7 @@ from evolve.deltanet import recurrent_delta_rule
 from evolve.full_attention import softmax_attention
 from evolve.gated_deltanet import recurrent_gated_delta_rule
 from evolve.kda import recurrent_kda
-from evolve.linear_attention import recurrent_linear_attention
+from evolve.linear_attention import elu1, recurrent_linear_attention
 
 
 class Writes(NamedTuple):
@@ -36,27 +35,30 @@ class MemoryRule:
 
     ``write(state, writes) -> state`` takes N tokens in order. ``read(state, q) -> o`` reads with
     q [R, M, K], o [R, M, V], and changes nothing. ``decay``: "none", "scalar" (one number a token; the
-    channels of g must agree) or "channel".
+    channels of g must agree) or "channel". ``strength``: false where beta only says whether to write at all.
     """
 
     name: str
     write: Callable[[Any, Writes], Any]
     read: Callable[[Any, Tensor], Tensor]
     decay: str = "none"
+    strength: bool = True
 
 
-def _matrix_rule(name: str, run: Callable, decay: str = "none") -> MemoryRule:
+def _matrix_rule(name: str, run: Callable, decay: str = "none", strength: bool = True) -> MemoryRule:
     """A rule whose state is one matrix S [R, 1, K, V], read by o = Sᵀq."""
 
     def write(S: Tensor | None, w: Writes) -> Tensor:
         k, v, beta, g = (x[:, :, None] for x in w)  # one head
         return run(k, v, beta, g, initial_state=S, output_final_state=True)[1]
 
-    return MemoryRule(name, write, lambda S, q: q @ S[:, 0], decay)
+    return MemoryRule(name, write, lambda S, q: q @ S[:, 0], decay, strength)
 
 
 linear = _matrix_rule(
-    "linear attention", lambda k, v, beta, g, **kw: recurrent_linear_attention(k, k, v, scale=1.0, **kw)
+    "linear attention",
+    lambda k, v, beta, g, **kw: recurrent_linear_attention(k, k, v, scale=1.0, **kw),
+    strength=False,
 )
 delta = _matrix_rule(
     "delta rule", lambda k, v, beta, g, **kw: recurrent_delta_rule(k, k, v, beta, scale=1.0, **kw)
@@ -85,11 +87,11 @@ def _write_normalised(state: tuple[Tensor, Tensor] | None, w: Writes) -> tuple[T
 
 
 def _read_normalised(state: tuple[Tensor, Tensor], q: Tensor) -> Tensor:
-    (S, z), q = state, F.elu(q) + 1
+    (S, z), q = state, elu1(q)
     return (q @ S[:, 0]) / (q @ z[:, 0, :, None])
 
 
-linear_elu1 = MemoryRule("linear attention, elu + 1", _write_normalised, _read_normalised)
+linear_elu1 = MemoryRule("linear attention, elu + 1", _write_normalised, _read_normalised, strength=False)
 
 
 def softmax(scale: float = 64.0) -> MemoryRule:
@@ -104,7 +106,7 @@ def softmax(scale: float = 64.0) -> MemoryRule:
         q, k, v = (x[:, :, None] for x in (q, *state))
         return softmax_attention(q, k, v, scale=scale, causal=False)[:, :, 0]
 
-    return MemoryRule("softmax attention", write, read)
+    return MemoryRule("softmax attention", write, read, strength=False)
 
 
 RULES = (softmax(), linear, linear_elu1, delta, gated, kda)

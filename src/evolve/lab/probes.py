@@ -9,7 +9,7 @@ Shapes: R repetitions (all at once), N pairs, K key channels, V value channels; 
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -47,7 +47,8 @@ def interference(
 ) -> list[float]:
     """Relative read-back error (RMS) of one of N stored pairs, for each N in ``counts``.
 
-    ``passes``: how often the whole list is written. ``correlation`` in [0, 1): expected cosine of two keys.
+    ``passes``: how often the whole list is written. ``correlation`` in [0, 1): expected cosine of two keys (a
+    little off for K below 16).
     ``orthogonal``: keys at right angles, N <= K. Un-normalised linear attention gives √((N−1)/K) for
     random keys. Raises ``ValueError`` naming the argument.
     """
@@ -86,7 +87,8 @@ class Overwriting(NamedTuple):
 def overwriting(
     rule: MemoryRule, *, K: int = 64, V: int = 64, beta: float = 1.0, repeats: int = 64, seed: int = 0
 ) -> Overwriting:
-    """One key is written with v₁ and then with v₂ (at right angles to v₁), and read once."""
+    """One key is written with v₁, then with v₂ (at right angles to it) at strength ``beta``, and read."""
+    require(beta == 1 or rule.strength, f"beta must be 1 for {rule.name}, which has no write strength")
     for name, n, least in (("K", K, 1), ("V", V, 2), ("repeats", repeats, 1)):
         check_count(name, n, least)
     rng = generator(seed)
@@ -100,7 +102,7 @@ def overwriting(
 
 
 class ContextSwitch(NamedTuple):
-    """After each new write, [writes + 1] from the switch on, 1 at the switch.
+    """After each token from the switch on, [tokens + 1]; the first entry, 1, is the moment of the switch.
 
     ``energy``: what all reads together still return of the old context (squared, over every direction of
     the query). ``old_key``: how much of its value an old key that was not rewritten still returns.
@@ -110,8 +112,10 @@ class ContextSwitch(NamedTuple):
     old_key: list[float]
 
     def writes_to_clear(self, share: float = 0.01) -> int | None:
-        """The first number of writes that leaves at most ``share`` of the energy; ``None`` if none does."""
-        return next((n for n, e in enumerate(self.energy) if e <= share), None)
+        """Tokens until at most ``share`` of the energy is left, everywhere and at the old keys themselves
+        (softmax dilutes what other queries find of them, and forgets nothing); ``None`` if that never is."""
+        left = [max(e, x * x) for e, x in zip(self.energy, self.old_key)]
+        return next((n for n, e in enumerate(left) if e <= share), None)
 
 
 def context_switch(
@@ -125,11 +129,11 @@ def context_switch(
     repeats: int = 32,
     seed: int = 0,
 ) -> ContextSwitch:
-    """Old pairs, a switch token with log-decay ``reset`` (0: none), then random new pairs one by one.
+    """Old pairs, then new pairs with random keys one by one; with ``reset``, a token of that log-decay first.
 
-    What is left of the old context is the difference between two memories that took the same new writes,
-    one of them empty at the switch. ``reset`` needs a rule that decays. Where 1 % is left is off by a few
-    writes if there are few repetitions; short values pay for more of them.
+    Every rule reads linearly in the values, so new pairs with the value zero act on the old ones as any
+    others would and add nothing to the reads: what is read is what is left. ``reset`` needs a rule that
+    decays. Where 1 % is left is off by a few writes if there are few repetitions.
     """
     for name, n in (("writes", writes), ("K", K), ("V", V), ("old_pairs", old_pairs), ("repeats", repeats)):
         check_count(name, n, 1)
@@ -137,29 +141,26 @@ def context_switch(
     require(reset == 0 or rule.decay != "none", f"reset must be 0 for {rule.name}, which has no decay")
     rng = generator(seed)
     old, value = (unit_vectors(repeats, old_pairs, n, rng=rng) for n in (K, V))
-    new, new_value = (unit_vectors(repeats, writes, n, rng=rng) for n in (K, V))
-    queries = torch.cat([torch.eye(K, dtype=torch.float64).expand(repeats, K, K), old], dim=1)
-    with_old, without = rule.write(None, plain_writes(old, value)), None
-    left = [_left(rule, with_old, without, queries, value)]
+    new, nothing = unit_vectors(repeats, writes, K, rng=rng), torch.zeros_like(value[:, :1])
+    tokens = [plain_writes(k, nothing) for k in new.split(1, dim=1)]
     if reset < 0:
-        with_old = rule.write(with_old, idle(repeats, 1, K, V, reset))
-    for t in range(writes):
-        token = plain_writes(new[:, t : t + 1], new_value[:, t : t + 1])
-        with_old, without = rule.write(with_old, token), rule.write(without, token)
-        left.append(_left(rule, with_old, without, queries, value))
+        tokens.insert(0, idle(repeats, 1, K, V, reset))
+    queries = torch.cat([torch.eye(K, dtype=torch.float64).expand(repeats, K, K), old], dim=1)
+    state = rule.write(None, plain_writes(old, value))
+    left = [_left(rule.read(state, queries), value)]
+    for token in tokens:
+        state = rule.write(state, token)
+        left.append(_left(rule.read(state, queries), value))
     energy, old_key = zip(*left)
     return ContextSwitch([e / energy[0] for e in energy], [x / old_key[0] for x in old_key])
 
 
-def _left(rule: MemoryRule, with_old: Any, without: Any, queries: Tensor, value: Tensor):
-    """(energy over all directions, mean projection on the old values) of what is due to the old context.
+def _left(read: Tensor, value: Tensor) -> tuple[float, float]:
+    """(energy over all directions, mean projection on the old values).
 
-    ``queries`` [R, K + N, K]: a basis, then the old keys. ``value`` [R, N, V]: the old values."""
-    part = rule.read(with_old, queries)
-    if without is not None:
-        part = part - rule.read(without, queries)
+    ``read`` [R, K + N, V]: reads of a basis, then of the old keys. ``value`` [R, N, V]: the old values."""
     N = value.shape[1]
-    everywhere, at_old = part[:, :-N], part[:, -N:]
+    everywhere, at_old = read[:, :-N], read[:, -N:]
     return everywhere.square().sum().item(), (at_old * value).sum(-1).mean().item()
 
 
@@ -221,6 +222,7 @@ def memory_cell(
     check_count("repeats", repeats, 1)
     if erase is not None:
         check_shape("erase", erase, K=16)
+        require(rule.strength, f"erase must be None for {rule.name}, which cannot erase")
     _check_end_decay(rule, end_decay)
     rng = generator(seed)
     keys = torch.eye(16, dtype=torch.float64).expand(repeats, 16, 16)
