@@ -91,6 +91,7 @@ def main() -> int:
     options = parser.parse_args()
     paths = wanted(options.notebooks)
     os.environ["EVOLVE_PROGRESS"] = "0"
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin slow a busy machine fourfold
     os.environ.pop("MPLBACKEND", None)  # figures inline, whatever the shell says
     try:
         if options.command == "run":
