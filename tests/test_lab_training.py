@@ -272,3 +272,36 @@ def test_nothing_is_printed_where_nobody_watches(capfd):
 def test_bad_configurations_are_named(change, message):
     with pytest.raises(ValueError, match=message):
         TrainingConfig(**({"steps": 3} | change))
+
+
+def test_an_incomplete_checkpoint_changes_nothing(tmp_path):
+    file = tmp_path / "run.pt"
+    train(toy(), batches, CONFIG, checkpoint=file)
+    good = torch.load(file, weights_only=True)
+    for key, value in [("optimizer", None), ("loss", "abcd"), ("model", {}), ("loss", [1.0] * 99)]:
+        torch.save({**good, key: value}, file)
+        model = toy()
+        with pytest.raises(ValueError, match=r"run\.pt is damaged"):
+            train(model, batches, CONFIG, checkpoint=file)
+        for p, q in zip(model.parameters(), toy().parameters()):
+            assert torch.equal(p, q)
+
+
+def test_what_no_shape_shows_belongs_to_a_run_too(tmp_path):
+    from evolve import GPT2, GPT2Config
+
+    def model(heads):
+        torch.manual_seed(0)
+        return GPT2(GPT2Config(vocab_size=16, n_positions=8, n_embd=8, n_layer=1, n_head=heads))
+
+    train(model(2), batches, CONFIG, checkpoint=tmp_path / "run.pt")
+    for other in (model(4), model(2).double()):
+        with pytest.raises(ValueError, match="another run: model differ"):
+            train(other, batches, CONFIG, checkpoint=tmp_path / "run.pt")
+
+
+def test_a_validation_that_fails_leaves_the_model_training():
+    model = toy().train()
+    with pytest.raises(ZeroDivisionError):
+        train(model, batches, CONFIG, validate=lambda m: 1 / 0)
+    assert model.training

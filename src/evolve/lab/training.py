@@ -93,7 +93,7 @@ class Run:
             stored = json.loads(Path(path).read_text(encoding="utf-8"))
             config = TrainingConfig(**stored["config"])
             return cls(config, [float(x) for x in stored["loss"]], [dict(r) for r in stored["validation"]])
-        except (ValueError, TypeError, KeyError) as error:
+        except (OSError, ValueError, TypeError, KeyError) as error:
             raise ValueError(f"{path} is not a stored run: {error}") from error
 
 
@@ -186,9 +186,10 @@ def _check_finite(name: str, value: float | torch.Tensor, step: int) -> None:
 def _validated(model: nn.Module, validate: Callable[[nn.Module], dict[str, float]]) -> dict[str, float]:
     """The validation's numbers; the model's mode is as before."""
     was_training = model.training
-    numbers = {name: float(x) for name, x in validate(model.eval()).items()}
-    model.train(was_training)
-    return numbers
+    try:
+        return {name: float(x) for name, x in validate(model.eval()).items()}
+    finally:
+        model.train(was_training)
 
 
 # -------------------------------------------------------------------------------------- checkpoints
@@ -198,10 +199,13 @@ def _identity(model: nn.Module, batches: Batches, config: TrainingConfig) -> dic
     """What must be the same for a checkpoint to belong to this run, as text."""
     first = batches(0)
     tensors = (first.input_ids, first.targets)
-    data = hashlib.sha256(b"".join(x.cpu().numpy().tobytes() for x in tensors))
-    shapes = {name: list(p.shape) for name, p in model.named_parameters()}
+    data = hashlib.sha256(
+        b"".join(f"{tuple(x.shape)} {x.dtype}".encode() + x.cpu().numpy().tobytes() for x in tensors)
+    )
+    form = {name: f"{list(p.shape)} {p.dtype}" for name, p in model.named_parameters()}
+    form["config"] = repr(getattr(model, "config", None))  # sizes that no shape shows, such as the heads
     fields = {name: repr(value) for name, value in dataclasses.asdict(config).items()}
-    return fields | {"model": json.dumps(shapes), "data": data.hexdigest()}
+    return fields | {"model": json.dumps(form), "data": data.hexdigest()}
 
 
 def _save(file: Path, identity: dict, model: nn.Module, optimizer: torch.optim.Optimizer, run: Run) -> None:
@@ -224,8 +228,13 @@ def _resume(file: Path, identity: dict, model: nn.Module, optimizer: torch.optim
         with zipfile.ZipFile(file) as archive:  # torch stores checksums, but does not look at them
             require(archive.testzip() is None, "a checksum does not fit")
         state = torch.load(file, weights_only=True, map_location="cpu")
-        stored = state["identity"]
-        differing = [key for key in identity if stored.get(key) != identity[key]]
+        differing = [key for key in identity if state["identity"].get(key) != identity[key]]
+        loss, validation = [float(x) for x in state["loss"]], [dict(row) for row in state["validation"]]
+        require(len(loss) <= run.config.steps, "it holds more steps than the run has")
+        if not differing:  # the model comes last and cannot fail, so nothing is half put back
+            form = {name: t.shape for name, t in model.state_dict().items()}
+            require({name: t.shape for name, t in state["model"].items()} == form, "weights do not fit")
+            optimizer.load_state_dict(state["optimizer"])
     except Exception as error:  # torch raises many kinds for a damaged file
         raise ValueError(f"checkpoint {file} is damaged or not one of ours: {error!r}"[:300]) from error
     require(
@@ -233,8 +242,7 @@ def _resume(file: Path, identity: dict, model: nn.Module, optimizer: torch.optim
         f"checkpoint {file} belongs to another run: {', '.join(differing)} differ",
     )
     model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
-    run.loss, run.validation = list(state["loss"]), list(state["validation"])
+    run.loss, run.validation = loss, validation
 
 
 # ----------------------------------------------------------------------------------------- progress
