@@ -181,7 +181,7 @@ def test_dilution_is_not_forgetting():
 
 def test_a_sum_never_clears_and_a_kv_cache_never_forgets():
     assert context_switch(linear, 30).energy == pytest.approx([1] * 31)
-    assert context_switch(softmax(256.0), 30).old_key == pytest.approx([1] * 31, abs=0.05)
+    assert context_switch(softmax(256.0), 30).old_key == pytest.approx([1] * 31, abs=1e-6)
     assert context_switch(linear, 30).writes_to_clear() is None
 
 
@@ -263,7 +263,7 @@ def test_hand_over_3_writes_to_clear():
 def test_hand_over_4_memory_cells():
     cells = handover.memory_cells()
     assert cells["delta rule"] == pytest.approx((0, 0.81), abs=0.01)
-    assert cells["delta rule"].score == pytest.approx(0.41, abs=0.01)
+    assert cells["delta rule"].score == pytest.approx(0.80625 / 2, abs=0.005)  # its expectation
     assert cells["gated delta rule"].score == pytest.approx(0.33, abs=0.01)
     assert max(cells["KDA"]) < 5e-4
     erased = probes.best_scalar_decay(erase=torch.eye(16)[4:8].sum(0))[1]
