@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from evolve import checkpoint, gpt2_layout
 from evolve.cache import Cache, LayerCache, extend_key_mask
 from evolve.checks import check_float, check_shape, check_token_ids, require
+from evolve.loss import next_token_loss
 
 # ---------------------------------------------------------------------------------- the operation
 
@@ -333,12 +334,7 @@ class GPT2(nn.Module):
 
     def loss(self, input_ids: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy in nats a token; ``targets`` [B, T], -100 where nothing is asked."""
-        check_shape("input_ids", input_ids, B=None, T=None)
-        check_shape("targets", targets, B=input_ids.shape[0], T=input_ids.shape[1])
-        asked = targets != -100
-        check_token_ids("targets", targets, self.vocab_size, asked)
-        require(bool(asked.any()), "targets must ask for at least one token, got none")
-        return F.cross_entropy(self(input_ids).flatten(0, 1).float(), targets.flatten().long())
+        return next_token_loss(self, input_ids, targets)
 
     # ----------------------------------------------------------------------- the published layout
 

@@ -1,0 +1,124 @@
+"""Small models that differ in their memory alone: what the recall experiments of rungs 2 to 5 compare.
+
+Five mixers in one decoder, each with the same projections, the same short convolution and SiLU on q, k and v,
+and the same RMSNorm on what is read. They differ in the rule that stores and reads. What the rules with gates
+have in parameters of their own, the feed-forward network gives back, so that all have the same number.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from evolve.checks import check_count, require
+from evolve.decoder import Decoder
+from evolve.deltanet import DeltaNet
+from evolve.full_attention import softmax_attention
+from evolve.gated_deltanet import GatedDeltaNet
+from evolve.kda import KimiDeltaAttention
+from evolve.lab.accounting import parameters
+from evolve.lab.tasks import Batch, accuracy
+from evolve.linear_attention import LinearAttention
+from evolve.memory_layer import Call, MemoryLayer
+from evolve.norms import RMSNorm, l2_normalize
+
+
+class ConvAttention(MemoryLayer):
+    """Softmax attention on the terms of the other rungs: short convolution, RMSNorm on the output.
+
+    It is there for comparisons of what can be recalled, and takes neither a cache nor padding.
+    """
+
+    def __init__(self, hidden_size: int, num_heads: int, head_dim: int, **sizes: int | None) -> None:
+        super().__init__(hidden_size, num_heads, head_dim, **sizes)
+        self.o_norm = RMSNorm(self.head_v_dim)
+
+    def remember(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        require(not call.keep_state, "cache must be None: ConvAttention keeps none")
+        require(call.cu_seqlens is None, "attention_mask must be None or all true for ConvAttention")
+        return softmax_attention(q, k, v)
+
+    def read_out(self, o: Tensor, x: Tensor) -> Tensor:
+        return self.o_norm(o)
+
+
+class UnitKeyLinearAttention(LinearAttention):
+    """Linear attention with DeltaNet's unit keys and queries: DeltaNet without the subtraction."""
+
+    silu_without_conv = True
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        head_dim: int,
+        *,
+        conv_size: int | None = 4,
+        **sizes: int | None,
+    ) -> None:
+        sizes |= {"conv_size": conv_size, "feature_map": None, "normalize": False}
+        super().__init__(hidden_size, num_heads, head_dim, **sizes)
+
+    def remember(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        return super().remember(x, l2_normalize(q), l2_normalize(k), v, call)
+
+
+#: By the names that figures know the mechanisms by.
+MIXERS = {
+    "softmax_attention": ConvAttention,
+    "linear_attention": UnitKeyLinearAttention,
+    "linear_attention_elu1": LinearAttention,
+    "delta_rule": DeltaNet,
+    "gated_delta_rule": GatedDeltaNet,
+    "kda": KimiDeltaAttention,
+    "kda_bounded": partial(KimiDeltaAttention, gate_lower_bound=-5.0),
+}
+
+
+def small_model(
+    mixer: str,
+    *,
+    vocab_size: int,
+    hidden_size: int = 64,
+    num_layers: int = 2,
+    num_heads: int = 2,
+    head_dim: int | None = None,
+    head_v_dim: int | None = None,
+    conv_size: int | None = 4,
+    intermediate_size: int = 128,
+    seed: int = 0,
+) -> Decoder:
+    """A decoder with ``mixer`` (a key of ``MIXERS``) in every layer, as large as one with softmax attention.
+
+    ``head_dim`` K and ``head_v_dim`` V default to hidden_size / num_heads. ``intermediate_size`` is that of
+    the softmax model; the others get what brings their number of parameters nearest to its (within 1 % at
+    the default sizes). Raises ``ValueError`` for an unknown mixer, or where the gates outweigh the budget.
+    """
+    require(mixer in MIXERS, f"mixer must be one of {', '.join(MIXERS)}, got {mixer!r}")
+    check_count("num_heads", num_heads)
+    width = hidden_size // num_heads
+    sizes = {
+        "head_dim": width if head_dim is None else head_dim,
+        "head_v_dim": width if head_v_dim is None else head_v_dim,
+        "conv_size": conv_size,
+    }
+
+    def build(name: str, inner: int) -> Decoder:
+        mixers = [MIXERS[name](hidden_size, num_heads, **sizes) for _ in range(num_layers)]
+        return Decoder(mixers, vocab_size=vocab_size, hidden_size=hidden_size, intermediate_size=inner)
+
+    with torch.device("meta"):
+        budget, spent = (parameters(build(name, intermediate_size)) for name in ("softmax_attention", mixer))
+    inner = intermediate_size + round((budget - spent) / (3 * hidden_size * num_layers))
+    require(
+        inner >= 1, f"intermediate_size must leave room for the gates of {mixer}, got {intermediate_size}"
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return build(mixer, inner)
+
+
+def recall_exam(exam: Batch) -> Callable[[nn.Module], dict[str, float]]:
+    """A ``validate`` for ``train``: the share of the questions of ``exam`` that the model answers right."""
+    return lambda model: {"accuracy": accuracy(model(exam.input_ids), exam.targets)}

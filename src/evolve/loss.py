@@ -1,0 +1,20 @@
+"""The training loss of every model of the series."""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from evolve.checks import check_shape, check_token_ids, require
+
+
+def next_token_loss(model: nn.Module, input_ids: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy in nats a token of ``model(input_ids)`` [B, T, vocab] against ``targets`` [B, T].
+
+    A target of -100 asks for nothing. Raises ``ValueError`` for shapes or ids that do not fit, and where
+    nothing at all is asked.
+    """
+    check_shape("input_ids", input_ids, B=None, T=None)
+    check_shape("targets", targets, B=input_ids.shape[0], T=input_ids.shape[1])
+    asked = targets != -100
+    check_token_ids("targets", targets, model.vocab_size, asked)
+    require(bool(asked.any()), "targets must ask for at least one token, got none")
+    return F.cross_entropy(model(input_ids).flatten(0, 1).float(), targets.flatten().long())
