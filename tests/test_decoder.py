@@ -89,7 +89,7 @@ def test_generate_goes_on_from_the_cache_at_constant_size():
         ),
         (
             lambda: small.small_model("kda", vocab_size=4, intermediate_size=2),
-            "intermediate_size must leave room for kda's gates, got 2",
+            "intermediate_size must leave room for the gates of kda, got 2",
         ),
         (
             lambda: Decoder([], vocab_size=4, hidden_size=8, intermediate_size=8),
