@@ -122,3 +122,20 @@ def small_model(
 def recall_exam(exam: Batch) -> Callable[[nn.Module], dict[str, float]]:
     """A ``validate`` for ``train``: the share of the questions of ``exam`` that the model answers right."""
     return lambda model: {"accuracy": accuracy(model(exam.input_ids), exam.targets)}
+
+
+def rewritten_answers(model: nn.Module, batch: Batch) -> dict[str, float]:
+    """How the keys of a batch that were written twice are answered: shares of the latest and the old value.
+
+    ``batch`` is one of ``AssociativeRecall`` with ``rewrites`` and one context. Raises ``ValueError`` where
+    no key was written twice.
+    """
+    ids, answers = batch.input_ids, model(batch.input_ids).argmax(-1)
+    first = (ids[:, :, None] == ids[:, None]).float().argmax(-1)  # where the same token came first, [B, T]
+    old = ids.gather(1, (first + 1).clamp(max=ids.shape[1] - 1))  # what followed it then
+    twice = (batch.targets >= 0) & (old != batch.targets)
+    require(bool(twice.any()), "batch must ask for a key that was written twice, got none")
+    return {
+        name: (answers == value)[twice].double().mean().item()
+        for name, value in (("latest", batch.targets), ("old", old))
+    }

@@ -112,29 +112,34 @@ def train(
     *,
     validate: Callable[[nn.Module], dict[str, float]] | None = None,
     checkpoint: str | os.PathLike | None = None,
+    until: int | None = None,
     label: str = "training",
 ) -> Run:
     """Train ``model`` in place on ``batches(0), batches(1), ...`` and return the curve.
 
     ``model.loss(input_ids, targets)`` is minimised; batches are moved to the model's device.
     ``validate(model)`` returns named numbers. With a ``checkpoint`` file the run goes on from it if it
-    exists, exactly as if it had never stopped. The global random state is seeded at every step and put back
+    exists, exactly as if it had never stopped. ``until`` ends it after that many steps of the same schedule
+    (to look at the beginning of a long run). The global random state is seeded at every step and put back
     at the end. Denormal numbers are flushed to zero on the CPU, since they slow a nearly finished run by a
     factor of three.
 
     Raises ``ValueError`` if the checkpoint is damaged or belongs to another run, ``FloatingPointError``
     naming the step if the loss or its gradient is not finite (model and checkpoint keep the last good step).
     """
+    last = config.steps if until is None else until
+    check_count("until", last)
+    require(last <= config.steps, f"until must be at most steps = {config.steps}, got {until}")
     torch.set_flush_denormal(True)
     optimizer = _optimizer(model, config)
     run, identity = Run(config), _identity(model, batches, config)
     file = None if checkpoint is None else Path(checkpoint)
     require(file is None or file.parent.is_dir(), f"checkpoint must lie in an existing folder, got {file}")
-    with torch.random.fork_rng(), _progress(config.steps, label) as bar:
+    with torch.random.fork_rng(), _progress(last, label) as bar:
         if file is not None and file.exists():
             _resume(file, identity, model, optimizer, run)
         bar.update(len(run.loss))
-        while len(run.loss) < config.steps:
+        while len(run.loss) < last:
             _step(model, batches, optimizer, run)
             done = len(run.loss)
             if validate is not None and (done % config.eval_every == 0 or done == config.steps):

@@ -1,0 +1,77 @@
+"""Trained recall with several seeds: the spread beside the one run that notebooks 02 and 03 show live.
+
+``python -m benchmarks.recall`` trains every run anew and writes ``src/evolve/lab/results/recall.json``.
+Within one comparison models have the same number of parameters, data and schedule. One layer and one head,
+since two layers can make up for each other's memory.
+
+- ``pairs``: N = 8 pairs with keys of K = 8 channels; examined with 2 to 32 pairs.
+- ``no convolution``: the same without the short convolution.
+- ``rewritten``: each of N = 8 keys is written twice, K = 16; ``old``: how often the first value is answered.
+"""
+
+import argparse
+import dataclasses
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import evolve.lab
+from evolve.lab import stored
+from evolve.lab.small import rewritten_answers
+from evolve.lab.tasks import AssociativeRecall, accuracy
+from evolve.lab.training import TrainingConfig
+
+RESULTS = Path(evolve.lab.__file__).parent / "results" / "recall.json"
+COMMAND = "python -m benchmarks.recall"
+SEEDS = (0, 1, 2, 3, 4)
+COUNTS = (2, 4, 8, 12, 16, 24, 32)  # pairs in an exam
+SHAPE = {"num_layers": 1, "num_heads": 1, "head_v_dim": 32}
+CONFIG = TrainingConfig(steps=400, peak=1e-2, eval_every=20)
+PAIRS = AssociativeRecall(num_pairs=8)
+REWRITTEN = AssociativeRecall(num_pairs=8, rewrites=8)
+
+
+def plans() -> list[stored.StoredRun]:
+    """Every run of the file, in order."""
+    table = [
+        ("pairs", PAIRS, mixer, SHAPE | {"head_dim": 8})
+        for mixer in ("softmax_attention", "linear_attention", "linear_attention_elu1", "delta_rule")
+    ]
+    table += [
+        ("no convolution", PAIRS, mixer, SHAPE | {"head_dim": 8, "conv_size": None})
+        for mixer in ("softmax_attention", "linear_attention")
+    ]
+    table += [
+        ("rewritten", REWRITTEN, mixer, SHAPE | {"head_dim": 16})
+        for mixer in ("softmax_attention", "linear_attention", "delta_rule")
+    ]
+    return [
+        stored.planned(name, mixer, task, CONFIG, seed=seed, **model)
+        for name, task, mixer, model in table
+        for seed in SEEDS
+    ]
+
+
+def exams(plan: stored.StoredRun, model: nn.Module) -> dict[str, float]:
+    """What is measured after training."""
+    if plan.task.rewrites:
+        return rewritten_answers(model, dataclasses.replace(plan.task, batch_size=256)(stored.EXAM))
+    sizes = {n: dataclasses.replace(plan.task, num_pairs=n, batch_size=128) for n in COUNTS}
+    batches = {str(n): task(stored.EXAM) for n, task in sizes.items()}
+    return {n: accuracy(model(b.input_ids), b.targets) for n, b in batches.items()}
+
+
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
+    torch.set_num_threads(1)
+    runs = []
+    for plan in plans():
+        run = plan.measured(lambda model, plan=plan: exams(plan, model))
+        print(run.name, run.mixer, run.seed, {k: round(v, 2) for k, v in run.exams.items()}, flush=True)
+        runs.append(run)
+    stored.save(RESULTS, runs, command=COMMAND)
+
+
+if __name__ == "__main__":
+    main()
