@@ -281,7 +281,10 @@ def test_hand_over_6_share_of_the_first_layer():
 
 def test_the_stored_scoreboard_is_what_the_probes_measure():
     stored = {row["rung"]: row for row in scoreboard.load()}
-    measured = [handover.scoreboard_row(1, "full attention", softmax())]
+    measured = [
+        handover.scoreboard_row(1, "full attention", softmax()),
+        handover.scoreboard_row(2, "linear attention", linear),
+    ]
     assert len(stored) == len(measured)
     for row in measured:
         assert stored[row["rung"]] == pytest.approx(row, abs=2e-3)
