@@ -284,6 +284,7 @@ def test_the_stored_scoreboard_is_what_the_probes_measure():
     measured = [
         handover.scoreboard_row(1, "full attention", softmax()),
         handover.scoreboard_row(2, "linear attention", linear),
+        handover.scoreboard_row(3, "DeltaNet", delta),
     ]
     assert len(stored) == len(measured)
     for row in measured:
