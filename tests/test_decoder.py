@@ -10,6 +10,7 @@ from evolve.lab import accounting, small, tasks
 
 RECURRENT = [name for name in small.MIXERS if name != "softmax_attention"]
 TASK = tasks.AssociativeRecall(num_pairs=3, num_keys=6, num_values=6, batch_size=3)
+SIZES = {"vocab_size": 4, "hidden_size": 8, "intermediate_size": 8}
 
 
 def model(name, **options):
@@ -125,3 +126,55 @@ def test_a_refused_call_leaves_the_cache_as_it_was():
         net(ids + 100, cache)
     assert cache.length == 9
     assert torch.equal(cache.layers[1].get("state"), kept)
+
+
+def test_each_name_is_its_mechanism():
+    kinds = {name: model(name).layers[0].self_attn for name in small.MIXERS}
+    assert {name: type(layer).__name__ for name, layer in kinds.items()} == {
+        "softmax_attention": "ConvAttention",
+        "linear_attention": "UnitKeyLinearAttention",
+        "linear_attention_elu1": "LinearAttention",
+        "delta_rule": "DeltaNet",
+        "gated_delta_rule": "GatedDeltaNet",
+        "kda": "KimiDeltaAttention",
+        "kda_bounded": "KimiDeltaAttention",
+    }
+    assert kinds["kda"].gate_lower_bound is None
+    assert kinds["kda_bounded"].gate_lower_bound == -5.0
+    assert "gate_lower_bound=-5.0" in repr(kinds["kda_bounded"])
+
+
+def test_padding_in_the_cache_is_remembered_and_eps_reaches_every_norm():
+    net, ids = model("delta_rule"), TASK(0).input_ids
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    mask[0, :2] = False
+    cache = net.new_cache(3)
+    net(ids, cache, mask)
+    assert torch.equal(cache.key_mask, mask)
+    net(ids[:, :1], cache)
+    assert cache.key_mask[:, -1].all()
+    assert torch.equal(cache.key_mask[:, :-1], mask)
+    other = Decoder([DeltaNet(8, 1, 4)], vocab_size=4, hidden_size=8, intermediate_size=8, norm_eps=1e-2)
+    layer = other.layers[0]
+    assert {other.norm.eps, layer.input_layernorm.eps, layer.post_attention_layernorm.eps} == {1e-2}
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: Decoder("ab", **SIZES), r"mixers must be modules, got \['str', 'str'\]"),
+        (lambda: Decoder([DeltaNet(16, 1, 4)], **SIZES), "mixers must have hidden_size = 8, got"),
+        (lambda: Decoder([DeltaNet(8, 1, 4)] * 2, **SIZES), "mixers must be different modules"),
+        (lambda: Decoder([DeltaNet(8, 1, 4)], **SIZES, norm_eps=-1.0), "norm_eps must be a positive number"),
+        (lambda: model("kda", hidden_size=-4), "hidden_size must be an integer >= 1, got -4"),
+        (lambda: model("kda", num_layers=0), "num_layers must be an integer >= 1, got 0"),
+        (lambda: model("kda", head_dim=0), "head_dim must be an integer >= 1, got 0"),
+        (lambda: model("kda", hidden_size=2, num_heads=4), "num_heads must be at most hidden_size = 2"),
+        (lambda: model("kda", conv_size=2.5), "conv_size must be an integer >= 0, got 2.5"),
+        (lambda: model("kda", seed=-1), "seed must be an integer >= 0, got -1"),
+        (lambda: model(["kda"]), "mixer must be one of"),
+    ],
+)
+def test_sizes_and_mixers_that_do_not_fit_are_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -375,7 +375,7 @@ def test_signed_heat_maps_are_centred_at_zero():
     assert picture.get_clim() == (-2.0, 2.0)
     assert picture.cmap(picture.norm(0.0))[:3] == pytest.approx(palette.parse_hex(P.PAPER), abs=1 / 255)
     assert picture.get_array().shape == (2, 2)
-    assert (ax.get_xlabel(), ax.get_ylabel()) == ("value channel →", "key channel ↓")
+    assert (ax.get_xlabel(), ax.get_ylabel()) == ("value channel →", "← key channel")
 
 
 def test_unsigned_heat_maps_start_at_zero():

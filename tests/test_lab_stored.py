@@ -86,3 +86,57 @@ def test_answers_to_rewritten_keys_are_sorted_into_latest_and_old():
     once = dataclasses.replace(task, rewrites=0)(0)
     with pytest.raises(ValueError, match="batch must ask for a key that was written twice"):
         rewritten_answers(answers(latest), once)
+
+
+def test_the_first_validation_of_a_stored_run_comes_out_again():
+    run = stored.select(RECALL, "pairs", "delta_rule")[0]
+    again = run.repeat(run.run.config.eval_every)[1]
+    assert again.validation[0]["step"] == run.run.config.eval_every
+    assert again.validation[0]["accuracy"] == pytest.approx(run.run.validation[0]["accuracy"], abs=5e-3)
+
+
+class LatestPair(torch.nn.Module):
+    """Answers a key with the value that followed it last, by looking: what the exams call right."""
+
+    def forward(self, ids):
+        T = ids.shape[1]
+        same = ids[:, :, None] == ids[:, None]
+        is_pair = torch.zeros(T, dtype=torch.bool)
+        is_pair[: T - 8 : 2] = True  # of the pairs only, not of the eight questions
+        at = torch.where(same & is_pair, torch.arange(T), -1).amax(-1).clamp(min=0)
+        vocab = recall.REWRITTEN.vocab_size
+        return torch.nn.functional.one_hot(ids.gather(1, (at + 1).clamp(max=T - 1)), vocab).float()
+
+
+def test_the_exams_give_full_marks_to_a_table_of_the_latest_pairs():
+    deep = next(plan for plan in recall.plans() if plan.name == "rewritten, two layers")
+    assert recall.exams(deep, LatestPair()) == {"latest": 1.0, "old": 0.0, "third": 1.0}
+    batch = dataclasses.replace(deep.task, batch_size=64)(5)
+    seen = []
+    spy = LatestPair()
+    spy.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    recall.third_write(spy, deep.task, batch)
+    assert torch.equal(seen[0][:, :32], batch.input_ids[:, :32])
+    for row in seen[0].tolist():
+        pairs = dict(zip(row[0:16:2], row[1:16:2])), dict(zip(row[16:32:2], row[17:32:2]))
+        for key, third in zip(row[32:48:2], row[33:48:2]):
+            assert third not in (pairs[0][key], pairs[1][key])
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda run: run["run"].update(loss=[1.0]),
+        lambda run: run["run"].update(loss="abc"),
+        lambda run: run.update(seed=5),
+        lambda run: run.update(exams={"latest": "high"}),
+    ],
+)
+def test_a_run_that_cannot_be_is_refused(tmp_path, damage):
+    file = tmp_path / "runs.json"
+    stored.save(file, [tiny().measured(lambda _: {"x": 1.0})], command="python -m tests")
+    content = json.loads(file.read_text())
+    damage(content["runs"][0])
+    file.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"runs.json is not a file of stored runs"):
+        stored.load("runs", file)

@@ -56,7 +56,7 @@ class Decoder(nn.Module):
         mixers: L modules, called as ``mixer(x, cache, attention_mask) -> y`` with x, y [B, T, D]: the layers
             of rungs 2 to 6, in any order.
         vocab_size: rows of embedding and head. hidden_size: D. intermediate_size: F of the feed-forward.
-    Raises: ValueError for sizes below 1 or no mixer.
+    Raises: ValueError for sizes below 1, no mixer, one mixer twice, or one of another width.
     """
 
     def __init__(
@@ -69,7 +69,18 @@ class Decoder(nn.Module):
         norm_eps: float = 1e-5,
     ) -> None:
         super().__init__()
+        mixers = list(mixers)
         require(len(mixers) > 0, "mixers must hold at least one layer, got none")
+        kinds = [type(mixer).__name__ for mixer in mixers]
+        modules = all(isinstance(mixer, nn.Module) for mixer in mixers)
+        require(modules, f"mixers must be modules, got {kinds}")
+        require(len(set(map(id, mixers))) == len(mixers), "mixers must be different modules, got one twice")
+        widths = {getattr(mixer, "hidden_size", hidden_size) for mixer in mixers}
+        require(
+            widths == {hidden_size}, f"mixers must have hidden_size = {hidden_size}, got {sorted(widths)}"
+        )
+        is_eps = isinstance(norm_eps, float) and norm_eps > 0
+        require(is_eps, f"norm_eps must be a positive number, got {norm_eps!r}")
         sizes = {"vocab_size": vocab_size, "hidden_size": hidden_size, "intermediate_size": intermediate_size}
         for name, n in sizes.items():
             check_count(name, n)

@@ -69,7 +69,7 @@ def chunk_delta_rule(
     chunk_size: int = 64,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The delta rule in chunks of C tokens (the WY/UT form, Yang et al., 2024, sections 3.2 and 3.3).
+    """The delta rule in chunks of C tokens (the WY/UT form, Yang et al., 2024, sections 3.1 and 3.2).
 
     Token r of a chunk writes u_r = β_r (v_r − S_{r-1}ᵀ k_r) under k_r, so S_{r-1} = S + Σ_{i<r} k_i u_iᵀ with
     S the state before the chunk. Put the second into the first and stack the rows, U [C, V]:

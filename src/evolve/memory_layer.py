@@ -79,6 +79,12 @@ class MemoryLayer(nn.Module):
             self.add_module(f"{name}_conv1d", ShortConvolution(dim, conv_size) if conv_size else None)
         self.o_proj = nn.Linear(value_dim, hidden_size, bias=False)
 
+    def extra_repr(self) -> str:
+        """What no weight's shape tells: two layers with one ``repr`` compute the same."""
+        sizes = ("num_heads", "num_v_heads", "head_dim", "head_v_dim")
+        options = ("feature_map", "normalize", "gate_lower_bound")
+        return ", ".join(f"{name}={getattr(self, name)}" for name in sizes + options if hasattr(self, name))
+
     def reset_parameters(self) -> None:
         """Draw every parameter anew; call it after ``to_empty`` on a layer built on ``meta``."""
         for child in self.children():

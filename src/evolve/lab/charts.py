@@ -178,6 +178,10 @@ def log_axis(axis: Axis, kind: str, *, ticks: int = 6) -> None:
     axis._set_axes_scale("log", base=base)
     first, last = int(np.floor(np.log(low) / np.log(base))), int(np.ceil(np.log(high) / np.log(base)))
     step = max(1, -(-(last - first) // (ticks - 1)))
-    axis.set_major_locator(FixedLocator([float(base) ** p for p in range(first, last + 1, step)]))
+    marks = [float(base) ** p for p in range(first, last + 1, step)]
+    if base == 10 and high < 60 * low:  # powers alone would leave one mark, or none
+        marks = [m * 10.0**p for p in range(first, last + 1) for m in (1, 2, 5)]
+        marks = [x for x in marks if 0.9 * low <= x <= 1.1 * high]
+    axis.set_major_locator(FixedLocator(marks))
     axis.set_major_formatter(FuncFormatter(lambda value, _: write(value)))
     axis.set_minor_locator(NullLocator())

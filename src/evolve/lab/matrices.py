@@ -76,8 +76,8 @@ def state_matrix(
         state,
         ax=ax,
         xlabel="value channel →",
-        ylabel="key channel ↓",
-        unit="stored value",
+        ylabel="← key channel",  # rotated, the arrow points down
+        unit="entry of S",
         signed=True,
         vmax=vmax,
         title=title,
@@ -159,7 +159,7 @@ def state_series(
             ax.set_ylabel("")
         if i < cols * (rows - 1):
             ax.set_xlabel("")
-    styled(colour_bar)(axes[0].images[0], list(axes), "stored value", 1 if rows == 1 else 0.6)
+    styled(colour_bar)(axes[0].images[0], list(axes), "entry of S", 1 if rows == 1 else 0.6)
     return fig
 
 

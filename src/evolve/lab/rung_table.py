@@ -55,7 +55,7 @@ def scoreboard_figure(
     columns: Sequence[Column] = COLUMNS,
     *,
     title: str = "What each rung repairs, and what it still pays",
-    subtitle: str = "",
+    subtitle: str = "Bold: the best value so far",
     lit: int | None = None,
     alt: str = "",
 ) -> Panel:

@@ -26,11 +26,15 @@ class Column(NamedTuple):
 
 #: What is measured, in the order shown. Bytes are those of one head, K = V = 64, in float32.
 columns = (
-    Column("state_bytes", "state", "bytes kept after 1,024 tokens"),
+    Column("state_bytes", "state", "bytes kept after 1,024 tokens (one head, K = V = 64, float32)"),
     Column("decode_bytes", "decode", "bytes read to decode one more token there"),
     Column("read_back_error", "read-back", "relative error (RMS) of reading one of 1,024 random pairs"),
     Column("overwrite_error", "overwrite", "relative error of reading a key that was written twice"),
-    Column("writes_to_clear", "clear", "writes until 1 % of an old context's energy is left"),
+    Column(
+        "writes_to_clear",
+        "clear",
+        "writes until 1 % of an old context's energy is left (n/a: 320 are not enough)",
+    ),
     Column("memory_cell", "cell", "facts kept and scratch forgotten: mean squared error"),
     Column("retention", "retention", "share of a write that is still read after 1,024 steps"),
 )

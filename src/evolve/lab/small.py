@@ -1,8 +1,9 @@
 """Small models that differ in their memory alone: what the recall experiments of rungs 2 to 5 compare.
 
-Five mixers in one decoder, each with the same projections, the same short convolution and SiLU on q, k and v,
-and the same RMSNorm on what is read. They differ in the rule that stores and reads. What the rules with gates
-have in parameters of their own, the feed-forward network gives back, so that all have the same number.
+Several mixers in one decoder, each with the same projections and the same short convolution and SiLU on q, k
+and v, and an RMSNorm on what is read (the normalised form of linear attention needs none). They differ in the
+rule that stores and reads, and softmax attention has no unit keys. What the rules with gates have in
+parameters of their own, the feed-forward network gives back: within 1 % at the default sizes.
 """
 
 from collections.abc import Callable
@@ -95,8 +96,20 @@ def small_model(
     the softmax model; the others get what brings their number of parameters nearest to its (within 1 % at
     the default sizes). Raises ``ValueError`` for an unknown mixer, or where the gates outweigh the budget.
     """
-    require(mixer in MIXERS, f"mixer must be one of {', '.join(MIXERS)}, got {mixer!r}")
-    check_count("num_heads", num_heads)
+    require(
+        isinstance(mixer, str) and mixer in MIXERS, f"mixer must be one of {', '.join(MIXERS)}, got {mixer!r}"
+    )
+    given = {"hidden_size": hidden_size, "num_heads": num_heads, "num_layers": num_layers}
+    given |= {"head_dim": head_dim, "head_v_dim": head_v_dim, "intermediate_size": intermediate_size}
+    for name, n in given.items():
+        if n is not None:
+            check_count(name, n)
+    fits = hidden_size >= num_heads
+    require(fits, f"num_heads must be at most hidden_size = {hidden_size}, got {num_heads}")
+    if conv_size is not None:
+        check_count("conv_size", conv_size, 0)
+    check_count("seed", seed, 0)
+    require(seed < 2**63, f"seed must be below 2**63, got {seed}")
     width = hidden_size // num_heads
     sizes = {
         "head_dim": width if head_dim is None else head_dim,

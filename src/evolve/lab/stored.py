@@ -84,8 +84,10 @@ def load(name: str, file: Traversable | None = None) -> list[StoredRun]:
     """
     file = files("evolve.lab") / "results" / f"{name}.json" if file is None else file
     try:
-        return [_parsed(row) for row in json.loads(file.read_text(encoding="utf-8"))["runs"]]
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        rows = json.loads(file.read_text(encoding="utf-8"))["runs"]
+        require(isinstance(rows, list) and len(rows) > 0, "runs must be a list of runs")
+        return [_parsed(row) for row in rows]
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise ValueError(f"{file.name} is not a file of stored runs: {error}") from error
 
 
@@ -108,6 +110,11 @@ def _parsed(row: dict) -> StoredRun:
         "task": AssociativeRecall(**row["task"]),
         "run": Run(TrainingConfig(**run["config"]), run["loss"], run["validation"]),
     }
+    steps, numbers = len(parts["run"].loss), [*parts["run"].loss, *row["exams"].values()]
+    require(steps in (0, parts["run"].config.steps), f"a run must have a loss for each step, got {steps}")
+    require(all(isinstance(x, int | float) for x in numbers), "losses and exams must be numbers")
+    kept = {row["seed"], parts["task"].seed, parts["run"].config.seed}
+    require(len(kept) == 1, f"task and schedule must have the run's seed, got {sorted(kept)}")
     return StoredRun(**row | parts)
 
 

@@ -156,12 +156,20 @@ class Panel(Figure):
         require(box[3] > 0, f"height must leave room below the title, got {height} inches")
         self.set_layout_engine("compressed", rect=box, w_pad=0, h_pad=0, wspace=0.06, hspace=0.08)
 
+    def _mark_few_points(self) -> None:
+        """Up to a dozen points have a marker each: a gap would look like a missing measurement."""
+        for ax in self.axes:
+            for line in ax.lines:
+                if len(line.get_xdata()) <= 12:
+                    line.set_markevery(None)
+
     @contextlib.contextmanager
     def _settled(self) -> Iterator[None]:
         """Lay out at screen resolution and hold it while drawing: else the first picture would differ.
 
         matplotlib's layout comes to rest over some five passes, and starts again at another resolution.
         """
+        self._mark_few_points()
         engine, before = self.get_layout_engine(), None
         for _ in range(12 if engine else 0):
             engine.execute(self)

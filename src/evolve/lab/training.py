@@ -137,14 +137,14 @@ def train(
     require(file is None or file.parent.is_dir(), f"checkpoint must lie in an existing folder, got {file}")
     with torch.random.fork_rng(), _progress(last, label) as bar:
         if file is not None and file.exists():
-            _resume(file, identity, model, optimizer, run)
+            _resume(file, identity, model, optimizer, run, last)
         bar.update(len(run.loss))
         while len(run.loss) < last:
             _step(model, batches, optimizer, run)
             done = len(run.loss)
             if validate is not None and (done % config.eval_every == 0 or done == config.steps):
                 run.validation.append({"step": done} | _validated(model, validate))
-            if file is not None and (done % config.save_every == 0 or done == config.steps):
+            if file is not None and (done % config.save_every == 0 or done == last):
                 _save(file, identity, model, optimizer, run)
             bar.update(1)
             bar.set_postfix_str(f"loss {run.loss[-1]:.3f}", refresh=False)
@@ -208,7 +208,8 @@ def _identity(model: nn.Module, batches: Batches, config: TrainingConfig) -> dic
         b"".join(f"{tuple(x.shape)} {x.dtype}".encode() + x.cpu().numpy().tobytes() for x in tensors)
     )
     form = {name: f"{list(p.shape)} {p.dtype}" for name, p in model.named_parameters()}
-    form["config"] = repr(getattr(model, "config", None))  # sizes that no shape shows, such as the heads
+    form["config"] = repr(getattr(model, "config", None))  # what no shape shows: heads, gates, the mixer
+    form["modules"] = repr(list(model.children()))
     fields = {name: repr(value) for name, value in dataclasses.asdict(config).items()}
     return fields | {"model": json.dumps(form), "data": data.hexdigest()}
 
@@ -227,7 +228,9 @@ def _save(file: Path, identity: dict, model: nn.Module, optimizer: torch.optim.O
         torch.save(state, temporary)
 
 
-def _resume(file: Path, identity: dict, model: nn.Module, optimizer: torch.optim.Optimizer, run: Run) -> None:
+def _resume(
+    file: Path, identity: dict, model: nn.Module, optimizer: torch.optim.Optimizer, run: Run, last: int
+) -> None:
     """Put everything back as it was when ``file`` was written; the file itself is never touched."""
     try:
         with zipfile.ZipFile(file) as archive:  # torch stores checksums, but does not look at them
@@ -236,7 +239,9 @@ def _resume(file: Path, identity: dict, model: nn.Module, optimizer: torch.optim
         differing = [key for key in identity if state["identity"].get(key) != identity[key]]
         loss, validation = [float(x) for x in state["loss"]], [dict(row) for row in state["validation"]]
         require(len(loss) <= run.config.steps, "it holds more steps than the run has")
-        if not differing:  # the model comes last and cannot fail, so nothing is half put back
+        if (
+            not differing and len(loss) <= last
+        ):  # the model comes last and cannot fail, so nothing is half put back
             form = {name: t.shape for name, t in model.state_dict().items()}
             require({name: t.shape for name, t in state["model"].items()} == form, "weights do not fit")
             optimizer.load_state_dict(state["optimizer"])
@@ -246,6 +251,7 @@ def _resume(file: Path, identity: dict, model: nn.Module, optimizer: torch.optim
         not differing,
         f"checkpoint {file} belongs to another run: {', '.join(differing)} differ",
     )
+    require(len(loss) <= last, f"until must be at least the {len(loss)} steps of {file}, got {last}")
     model.load_state_dict(state["model"])
     run.loss, run.validation = loss, validation
 
