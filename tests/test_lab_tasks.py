@@ -22,6 +22,7 @@ TASKS = {
     "gaps": AssociativeRecall(num_pairs=4, num_slots=30),
     "contexts": AssociativeRecall(num_pairs=4, num_keys=6, contexts=3),
     "voids": AssociativeRecall(num_pairs=4, num_keys=8, contexts=3, voids=4, num_slots=12),
+    "left behind": AssociativeRecall(num_pairs=4, num_keys=8, contexts=3, voids=2, ask_last_only=True),
     "everything": AssociativeRecall(num_pairs=5, num_keys=9, rewrites=2, contexts=4, voids=3, num_slots=10),
 }
 
@@ -59,8 +60,9 @@ def test_targets_are_what_a_table_of_bindings_answers(task):
 def test_every_context_asks_each_of_its_keys_once_and_its_voids(task):
     batch = task(3)
     asked = batch.targets != -100
-    voids = task.voids * (task.contexts - 1)
-    assert (asked.sum(dim=1) == task.num_pairs * task.contexts + voids).all()
+    contexts = 1 if task.ask_last_only else task.contexts
+    voids = task.voids * min(contexts, task.contexts - 1)
+    assert (asked.sum(dim=1) == task.num_pairs * contexts + voids).all()
     assert ((batch.targets == task.void).sum(dim=1) == voids).all()
     assert ((batch.input_ids == task.switch).sum(dim=1) == task.contexts - 1).all()
 
@@ -96,6 +98,17 @@ def test_void_keys_were_bound_in_the_context_before_and_not_in_this_one():
             void = {i for i, target in zip(ids, wanted) if target == task.void}
             assert len(void) == task.voids
             assert void <= set(before) - set(now)
+
+
+def test_contexts_left_unread_are_the_same_sequences_with_their_questions_cut_out():
+    task = TASKS["left behind"]
+    whole, cut = dataclasses.replace(task, ask_last_only=False)(5), task(5)
+    asked_early = whole.targets != -100
+    asked_early[:, -(task.num_pairs + task.voids) :] = False
+    assert asked_early.sum(dim=1).eq(2 * task.num_pairs + task.voids).all()
+    kept = ~asked_early.any(dim=0)
+    assert torch.equal(whole.input_ids[:, kept], cut.input_ids)
+    assert torch.equal(whole.targets[:, kept], cut.targets)
 
 
 @pytest.mark.parametrize("power", [0.01, 0.5, 1.0])
@@ -156,6 +169,7 @@ def test_accuracy_counts_asked_positions_only():
         ({"num_keys": -1}, "num_keys must be an integer >= 1"),
         ({"num_values": 1}, "num_values must be an integer >= 2"),
         ({"rewrites": 9}, "rewrites must be at most num_pairs = 8, got 9"),
+        ({"ask_last_only": 1}, "ask_last_only must be True or False, got 1"),
         ({"contexts": 0}, "contexts must be an integer >= 1"),
         ({"voids": 1}, "voids = 1 needs contexts of at least 2"),
         ({"voids": 9, "contexts": 2}, "voids must be at most num_pairs"),

@@ -19,10 +19,10 @@ from evolve.full_attention import softmax_attention
 from evolve.gated_deltanet import GatedDeltaNet
 from evolve.kda import KimiDeltaAttention
 from evolve.lab.accounting import parameters
-from evolve.lab.tasks import Batch, accuracy
+from evolve.lab.tasks import IGNORE, AssociativeRecall, Batch, accuracy
 from evolve.linear_attention import LinearAttention
 from evolve.memory_layer import Call, MemoryLayer
-from evolve.norms import RMSNorm, l2_normalize
+from evolve.norms import GatedRMSNorm, RMSNorm, l2_normalize
 
 
 class ConvAttention(MemoryLayer):
@@ -65,12 +65,25 @@ class UnitKeyLinearAttention(LinearAttention):
         return super().remember(x, l2_normalize(q), l2_normalize(k), v, call)
 
 
+class OutputGatedDeltaNet(DeltaNet):
+    """DeltaNet with rung 4's output gate and without its decay: what that gate alone is worth."""
+
+    def __init__(self, hidden_size: int, num_heads: int, head_dim: int, **sizes: int | None) -> None:
+        super().__init__(hidden_size, num_heads, head_dim, **sizes)
+        self.g_proj = nn.Linear(hidden_size, self.num_v_heads * self.head_v_dim, bias=False)
+        self.o_norm = GatedRMSNorm(self.head_v_dim, activation="silu")
+
+    def read_out(self, o: Tensor, x: Tensor) -> Tensor:
+        return self.o_norm(o, self.g_proj(x).view_as(o))
+
+
 #: By the names that figures know the mechanisms by.
 MIXERS = {
     "softmax_attention": ConvAttention,
     "linear_attention": UnitKeyLinearAttention,
     "linear_attention_elu1": LinearAttention,
     "delta_rule": DeltaNet,
+    "delta_rule_output_gate": OutputGatedDeltaNet,
     "gated_delta_rule": GatedDeltaNet,
     "kda": KimiDeltaAttention,
     "kda_bounded": partial(KimiDeltaAttention, gate_lower_bound=-5.0),
@@ -152,3 +165,30 @@ def rewritten_answers(model: nn.Module, batch: Batch) -> dict[str, float]:
         name: (answers == value)[twice].double().mean().item()
         for name, value in (("latest", batch.targets), ("old", old))
     }
+
+
+def void_exam(task: AssociativeRecall, n: int) -> Callable[[nn.Module], dict[str, float]]:
+    """A ``validate`` for ``train`` where some keys are void: how batch ``n`` of ``task`` is answered.
+
+    "accuracy": the share of all questions that is answered right; "known" and "void": of those for bound and
+    for void keys; "stale": the share of void keys that is answered with the value they had last. Raises
+    ``ValueError`` for a task without void keys.
+    """
+    require(task.voids > 0, f"task must have void keys, got voids = {task.voids}")
+    batch, T = task(n), task.length
+    ids, targets = batch.input_ids, batch.targets
+    is_void, is_asked = targets == task.void, targets != IGNORE
+    following = ids.roll(-1, dims=1)
+    is_pair = (following >= task.num_keys) & (following < task.blank)  # a key with its value behind it
+    same = (ids[:, :, None] == ids[:, None, :]) & is_pair[:, None] & torch.ones(T, T).bool().tril(-1)
+    last = (same * torch.arange(T)).argmax(dim=-1)  # where each token was last written, [B, T]
+    old = following.gather(1, last)
+
+    def validate(model: nn.Module) -> dict[str, float]:
+        answer = model(ids).argmax(dim=-1)
+        right = answer == targets
+        shares = {"accuracy": right[is_asked], "known": right[is_asked & ~is_void]}
+        shares |= {"void": right[is_void], "stale": (answer == old)[is_void]}
+        return {name: x.double().mean().item() for name, x in shares.items()}
+
+    return validate

@@ -11,8 +11,10 @@ One context of a sequence, with its length in tokens (three pairs, one rewritten
     2 num_pairs         2 rewrites num_slots
 
 Token ids: keys come first, then values, then the special tokens BLANK (an empty slot), SWITCH (opens every
-context but the first; all older bindings are void) and VOID (the right answer to a void key). The
-vocabulary is the same for every variant, so that one model can be trained on one and tried on another.
+context but the first; all older bindings are void) and VOID (the right answer to a void key). With
+``ask_last_only`` the questions of every context but the last are left out: a memory can then not have erased
+a binding when it was read. The vocabulary is the same for every variant, so that one model can be trained on
+one and tried on another.
 
 A task is called with a batch's number: ``task(n)`` depends on the task's fields and on n alone. The stream
 is infinite, and whoever resumes at step n reads exactly what the interrupted run would have read.
@@ -47,6 +49,7 @@ class AssociativeRecall:
     rewrites: int = 0  # of the N keys, how many are written again; their latest value counts
     contexts: int = 1  # from the second on, SWITCH comes first and all older bindings are void
     voids: int = 0  # keys asked in each context but the first that only the context before it had bound
+    ask_last_only: bool = False  # every context but the last is left behind without having been read
     num_slots: int | None = None  # places for questions; None: as many as questions, so no BLANK between
     power: float = 0.01  # P(slot g is asked) ~ g**(power - 1), Zoology's value; 1 is uniform
     batch_size: int = 64  # B
@@ -68,6 +71,8 @@ class AssociativeRecall:
         )
         if self.num_slots is not None:
             check_count("num_slots", self.num_slots, need)
+        flag = isinstance(self.ask_last_only, bool)
+        require(flag, f"ask_last_only must be True or False, got {self.ask_last_only!r}")
         positive = isinstance(self.power, int | float) and self.power > 0
         require(positive, f"power must be > 0, got {self.power!r}")
 
@@ -104,10 +109,13 @@ class AssociativeRecall:
                 parts.append(_silent(torch.full((self.batch_size, 1), self.switch)))
                 voided = _choose(keys, self.voids, rng)
             keys = self._draw_keys(voided, rng)
-            parts += self._context(keys, voided, rng)
+            context = self._context(keys, voided, rng)
+            parts += context if self._slots(c) else context[:-1]
         return Batch(*(torch.cat(columns, dim=1) for columns in zip(*parts)))
 
     def _slots(self, context: int) -> int:
+        if self.ask_last_only and context < self.contexts - 1:
+            return 0
         asked = self.num_pairs + (self.voids if context else 0)
         return asked if self.num_slots is None else self.num_slots
 
