@@ -4,8 +4,8 @@
 
 - ``decays``: only the decays are learned; every write has strength 1, the keys are a basis.
 - ``strengths``: the write strengths are learned as well.
-- ``2 lifetimes``, ``3 lifetimes``, ``4 lifetimes``: keys and strengths are learned, too, for a gated rule with
-  1, 2 or 4 heads that share the 16 channels, and for KDA with one.
+- ``2 lifetimes``, ``3 lifetimes``, ``4 lifetimes``: keys and strengths are learned, too, for a gated rule
+  with 1, 2 or 4 heads that share the 16 channels, and for KDA with one.
 - ``reads erase``: a delta rule whose reads may be followed by a write of zero to the key that was read.
 """
 
@@ -43,9 +43,7 @@ def plans() -> list[CellRun]:
         table += [(f"{L} lifetimes", "gated_delta_rule", task, ALL | {"heads": h}) for h in heads]
         table.append((f"{L} lifetimes", "kda", task, ALL | {"heads": 1}))
     return [
-        planned(name, rule, seed, task, CONFIG, **cell)
-        for name, rule, task, cell in table
-        for seed in SEEDS
+        planned(name, rule, seed, task, CONFIG, **cell) for name, rule, task, cell in table for seed in SEEDS
     ]
 
 

@@ -1,7 +1,7 @@
 """The memory cell, trained: decays, write strengths and keys found by gradient descent.
 
-The memory cell of ``probes`` sets a memory's keys, decays and strengths by hand. Here they are parameters, one
-decay and one strength for each kind of token, and the cell is unrolled and trained end to end. Reads stay
+The memory cell of ``probes`` sets a memory's keys, decays and strengths by hand. Here they are parameters,
+one decay and one strength for each kind of token, and the cell is unrolled and trained end to end. Reads stay
 linear and the error squared, so that it is the memory that learns, and no network around it.
 
 An episode with L lifetimes: four keys belong to each. The first lifetime's, the facts, are written once and
@@ -40,7 +40,7 @@ class Episodes(NamedTuple):
 
     facts [B, 4, V]: values of keys 0 to 3. lifetime [B, R]: whose round it is. key [B, R, 2] and value
     [B, R, 2, V]: what the round writes. target [B, R, N, V]: what each key should read, zero if void.
-    fact, fresh, stale [B, R, N]: keys to be kept, written in this round, to be gone; empty in the first round.
+    fact, fresh, stale [B, R, N]: keys to be kept, written in this round, to be gone; none in the first round.
     """
 
     facts: Tensor
@@ -89,7 +89,7 @@ class CellTask:
 
 
 class Errors(NamedTuple):
-    """Mean squared errors of reads: of what should be kept, of what was just written, of what should be gone."""
+    """Mean squared errors of reads: of what should be kept, was just written, or should be gone."""
 
     fact: Tensor
     fresh: Tensor
@@ -138,7 +138,9 @@ class TrainableCell(nn.Module):
     def g(self) -> Tensor:
         """Log-decays [2 L, H, K]: of the writes of each lifetime, then of its END."""
         L, (_, H, K) = self.lifetimes, self.keys.shape
-        return FLOOR * self.z.sigmoid().expand(2 * L, H, K) if self.z.numel() else self.z.new_zeros(2 * L, H, K)
+        return (
+            FLOOR * self.z.sigmoid().expand(2 * L, H, K) if self.z.numel() else self.z.new_zeros(2 * L, H, K)
+        )
 
     @property
     def beta(self) -> Tensor:
@@ -169,7 +171,7 @@ class TrainableCell(nn.Module):
 
     def _steps(self, x: Episodes, table: Tensor) -> list[tuple[Tensor, ...]]:
         """(k, v, alpha, beta) of every token that writes, looked up at once: one product each is faster."""
-        L, (B, R), lifetime = self.lifetimes, x.lifetime.shape, x.lifetime[..., None]
+        L, B, lifetime = self.lifetimes, len(x.lifetime), x.lifetime[..., None]
         nothing = torch.zeros_like(x.value[:, :, :1])
         kind = torch.cat([L + lifetime, lifetime, lifetime], dim=2).flatten(1)[:, 1:]  # no END in round 1
         key = torch.cat([KEYS * L + lifetime, x.key], dim=2).flatten(1)[:, 1:]
@@ -219,7 +221,7 @@ def train_cell(
 
 @torch.no_grad()
 def examine(cell: TrainableCell, task: CellTask, **options: bool) -> dict[str, float]:
-    """The three errors on 256 episodes outside of the training stream, and ``score``: fact and stale alone."""
+    """The three errors on 256 episodes that training never sees; ``score`` is that of fact and stale."""
     exam = CellTask(task.lifetimes, task.rounds, batch_size=256, seed=task.seed)(EXAM)
     found = {name: x.item() for name, x in cell.errors(exam, **options)._asdict().items()}
     return found | {"score": (found["fact"] + found["stale"]) / 2}

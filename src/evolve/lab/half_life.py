@@ -1,7 +1,7 @@
 """How long the channels of a small KDA model remember, before and after it is trained on text.
 
-The decay of a channel over n tokens is exp(g_1 + … + g_n); with ḡ the mean of its log-decays on held-out text,
-half of a write is gone after ln 2 / −ḡ tokens. The runs are stored (``results/half_life.json``).
+The decay of a channel over n tokens is exp(g_1 + … + g_n); with ḡ the mean of its log-decays on held-out
+text, half of a write is gone after ln 2 / −ḡ tokens. The runs are stored (``results/half_life.json``).
 """
 
 import dataclasses
