@@ -5,7 +5,7 @@
 - ``decays``: only the decays are learned; every write has strength 1, the keys are a basis.
 - ``strengths``: the write strengths are learned as well.
 - ``2 lifetimes``, ``3 lifetimes``, ``4 lifetimes``: keys and strengths are learned, too, for a gated rule
-  with 1, 2 or 4 heads that share the 16 channels, and for KDA with one.
+  with 1, 2 or 4 heads that share the 16 channels (and have an output gate), and for KDA with one.
 - ``reads erase``: a delta rule whose reads may be followed by a write of zero to the key that was read.
 """
 
@@ -61,6 +61,10 @@ def main() -> None:
         for run in pool.map(measured, plans()):
             print(run.name, run.rule, dict(run.cell), run.seed, dict(run.exam), flush=True)
             runs.append(run)
+    store(runs)
+
+
+def store(runs: list[CellRun]) -> None:
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     rows = ",\n".join(json.dumps(dataclasses.asdict(run)) for run in runs)
     head = json.dumps({"command": COMMAND, "versions": versions})[:-1]

@@ -102,7 +102,8 @@ class TrainableCell(nn.Module):
     ``rule`` (one of ``RULES``): no decay, one a head, or one a channel, for each kind of token that writes,
     between the bounded gate's e⁻⁵ and 1. ``learn_strengths``: else every write has β = 1. ``learn_keys``: a
     table of unit keys for each head; else basis keys in one head. ``erase``: END also writes zero to a key of
-    its own. ``reads_erase``: a read may be followed by a write of zero to the key that was read.
+    its own. With several heads, their reads are summed behind an output gate that knows the key's lifetime.
+    ``reads_erase``: a read may be followed by a write of zero to the key that was read.
     """
 
     def __init__(
@@ -133,6 +134,8 @@ class TrainableCell(nn.Module):
         self.keys = nn.Parameter(table, requires_grad=learn_keys)
         self.z = nn.Parameter(torch.randn(2 * L, heads, channels, generator=rng) - 3)  # g = -5 sigmoid(z)
         self.b = nn.Parameter(torch.randn(3 * L, heads, generator=rng))  # beta = sigmoid(b)
+        gates = torch.randn(L, heads, generator=rng) + 2 if heads > 1 else torch.zeros(0)
+        self.r = nn.Parameter(gates)  # an output gate sigmoid(r): which heads a read listens to
 
     @property
     def g(self) -> Tensor:
@@ -164,10 +167,14 @@ class TrainableCell(nn.Module):
             if read_last_only and r < R - 1:
                 reads.append(torch.zeros_like(x.target[:, r]))
                 continue
-            reads.append((keys @ S).sum(1))
+            reads.append(self._listen(keys @ S).sum(1))
             if self.reads_erase:  # basis keys: a write of zero to each of them scales its row
                 S = torch.cat([kept.T[..., None] * S[:, :, :N], S[:, :, N:]], dim=2)
         return torch.stack(reads, dim=1)
+
+    def _listen(self, o: Tensor) -> Tensor:
+        """Reads of every key by every head [B, H, N, V], times the output gate of the key's lifetime."""
+        return o * self.r.sigmoid().repeat_interleave(KEYS, 0).T[..., None] if self.r.numel() else o
 
     def _steps(self, x: Episodes, table: Tensor) -> list[tuple[Tensor, ...]]:
         """(k, v, alpha, beta) of every token that writes, looked up at once: one product each is faster."""
