@@ -4,6 +4,7 @@ import importlib
 import inspect
 import sys
 from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -11,6 +12,8 @@ import torch
 from torch import Tensor
 
 from tests.rule_cases import Rule
+
+GOLDENS = Path(__file__).parent / "goldens"
 
 
 def oracle(rule: Rule, x: dict, scale: float | None = None) -> tuple[Tensor, Tensor | tuple]:

@@ -4,11 +4,13 @@ from itertools import pairwise
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from evolve.cache import Cache
 from evolve.mla import MultiHeadLatentAttention, absorbed_mla, expanded_mla
-from tests.oracles import transformers_model
+from evolve.norms import rms_norm
+from tests.oracles import GOLDENS, transformers_model
 
 SIZES = {"kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5}
 LAYERS = {
@@ -251,3 +253,20 @@ def test_bad_input_is_named_and_changes_nothing():
     for change in ({"v_head_dim": 0}, {"q_lora_rank": 0}, {"kv_lora_rank": 1.5}):
         with pytest.raises(ValueError, match=f"{next(iter(change))} must be an integer >= 1"):
             MultiHeadLatentAttention(20, 3, **SIZES | change)
+
+
+@pytest.mark.parametrize("l", [3, 12])
+@pytest.mark.parametrize("form", ["expanded", "absorbed"])
+def test_equals_the_official_layers_of_a_tiny_k3(l, form, monkeypatch):
+    """Gated MLA with query LoRA, weights in bfloat16, recorded in float64 by the official implementation."""
+    x = {n: t.double() for n, t in load_file(GOLDENS / "mla_k3.safetensors").items()}
+    x = {n.removeprefix(f"layers.{l}."): t for n, t in x.items() if n.startswith(f"layers.{l}.")}
+    layer = MultiHeadLatentAttention(
+        64, 4, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16,
+        q_lora_rank=24, output_gate=True,
+    ).double()  # fmt: skip
+    weights = {n.removeprefix("self_attn."): t for n, t in x.items() if n.startswith("self_attn.")}
+    layer.load_state_dict(weights)
+    monkeypatch.setattr(layer, "absorbing_is_cheaper", lambda T, S: form == "absorbed")
+    h = rms_norm(x["attn_mix"], 1e-5) * x["input_layernorm.weight"]
+    same(layer(h), x["attn_out"], 1e-12)

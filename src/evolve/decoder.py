@@ -59,6 +59,8 @@ class Decoder(nn.Module):
     Raises: ValueError for sizes below 1, no mixer, one mixer twice, or one of another width.
     """
 
+    layer_class = DecoderLayer
+
     def __init__(
         self,
         mixers: Sequence[nn.Module],
@@ -87,7 +89,7 @@ class Decoder(nn.Module):
         self.vocab_size = vocab_size
         self.embed_tokens = nn.Embedding(vocab_size, hidden_size)
         self.layers = nn.ModuleList(
-            DecoderLayer(mixer, hidden_size, intermediate_size, norm_eps) for mixer in mixers
+            self.layer_class(mixer, hidden_size, intermediate_size, norm_eps) for mixer in mixers
         )
         self.norm = RMSNorm(hidden_size, eps=norm_eps)
         self.lm_head = nn.Linear(hidden_size, vocab_size, bias=False)
@@ -121,13 +123,17 @@ class Decoder(nn.Module):
         check_token_ids("input_ids", input_ids, self.vocab_size, attention_mask)
         if attention_mask is not None:
             input_ids = input_ids.masked_fill(~attention_mask, 0)
-        x = self.embed_tokens(input_ids)
-        for i, layer in enumerate(self.layers):
-            x = layer(x, cache.layers[i] if cache is not None else None, attention_mask)
+        x = self.run_layers(self.embed_tokens(input_ids), cache, attention_mask)
         logits = self.lm_head(self.norm(x))
         if cache is not None:  # last of all: nothing counts if anything above has failed
             cache.advance(input_ids.shape[1], key_mask)
         return logits
+
+    def run_layers(self, x: Tensor, cache: Cache | None, attention_mask: Tensor | None) -> Tensor:
+        """What the last norm reads, [B, T, D], from the embedding x."""
+        for i, layer in enumerate(self.layers):
+            x = layer(x, cache.layers[i] if cache is not None else None, attention_mask)
+        return x
 
     def loss(self, input_ids: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy in nats a token; ``targets`` [B, T], -100 where nothing is asked."""
