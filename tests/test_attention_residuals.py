@@ -99,8 +99,9 @@ def test_counts_of_sources_at_k3s_block_size(num_layers):
     seen, last = sources_of(num_layers, 24)
     for l in range(num_layers):
         blocks = -(-l // 12)
-        assert seen[2 * l] == max(blocks + (l % 12 > 0), 1) or l % 12 == 0
-        assert seen[2 * l] == (l // 12 + 1 if l % 12 == 0 else blocks + 1)
+        at_border = l % 12 == 0  # there the sum so far is the block that has just been finished
+        assert seen[2 * l] == blocks + 1
+        assert seen[2 * l] == l // 12 + (1 if at_border else 2)
         assert seen[2 * l + 1] == l // 12 + 2
     assert last == (num_layers - 1) // 12 + 2
     if num_layers == 93:

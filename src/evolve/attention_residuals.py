@@ -56,13 +56,15 @@ class Read(NamedTuple):
 
 
 def read_sources(sources: Sequence[Tensor], folded: Tensor, eps: float) -> Read:
-    """S sites read the same sources: each source is touched once. folded: γ·w of every site, [S, D]."""
-    scores = torch.stack([_scores(at_least_float32(v), folded, eps) for v in sources], dim=1)  # [S, M, ...]
+    """S sites read the same sources: each source is read once. folded: γ·w of every site, [S, D]."""
+    sources = [at_least_float32(v) for v in sources]
+    scores = torch.stack([_scores(v, folded, eps) for v in sources], dim=1)  # [S, M, ...]
     m = scores.amax(1)
     p = (scores - m[:, None]).exp()
-    o = 0.0
-    for i, v in enumerate(sources):
-        o = o + p[:, i, ..., None] * at_least_float32(v)
+    if len(folded) == 1:  # a lone site needs no copy of its sources
+        o = sum(p[:, i, ..., None] * v for i, v in enumerate(sources))
+    else:
+        o = torch.einsum("sm...,m...d->s...d", p, torch.stack(sources))
     return Read(o, m, p.sum(1))
 
 
