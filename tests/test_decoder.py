@@ -135,6 +135,7 @@ def test_each_name_is_its_mechanism():
         "linear_attention": "UnitKeyLinearAttention",
         "linear_attention_elu1": "LinearAttention",
         "delta_rule": "DeltaNet",
+        "delta_rule_output_gate": "OutputGatedDeltaNet",
         "gated_delta_rule": "GatedDeltaNet",
         "kda": "KimiDeltaAttention",
         "kda_bounded": "KimiDeltaAttention",
