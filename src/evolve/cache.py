@@ -1,22 +1,29 @@
 """What a model remembers between two calls.
 
-A ``Cache`` has one ``LayerCache`` a layer. A layer stores what its mixer needs: keys and values that grow
-by one row a token (``append``), or a state of fixed size (``layer["state"] = ...``). Nothing counts until
-the model calls ``advance`` at the end of a successful forward pass, so a call that fails or is interrupted
-leaves the cache as it was.
+A ``Cache`` has one ``LayerCache`` a layer. A layer stores what its mixer needs: rows that grow by one a
+token (``append``: keys and values, latents), or a state of fixed size (``layer["state"] = ...``); a hybrid
+has layers of both kinds. Nothing counts until the model calls ``advance`` at the end of a successful forward
+pass, so a call that fails or is interrupted leaves the cache as it was.
 """
 
+import json
+import os
+from pathlib import Path
+
+import safetensors
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
+from evolve.checkpoint import replacing
 from evolve.checks import check_count, check_shape, require
 
 
 class LayerCache:
     """The memory of one layer: named tensors, of fixed size or growing along axis 1."""
 
-    def __init__(self, cache: "Cache") -> None:
-        self._cache = cache
+    def __init__(self, owner: "Cache") -> None:
+        self.owner = owner  # the cache of all layers: its length and key_mask are this one's
         self.growing: dict[str, Tensor] = {}  # name -> buffer [B, capacity, ...], filled up to the length
         self.fixed: dict[str, Tensor] = {}  # name -> state, replaced as a whole
         self._pending: dict[str, Tensor] = {}
@@ -24,7 +31,7 @@ class LayerCache:
     def get(self, name: str) -> Tensor | None:
         """The stored tensor of that name, or ``None`` before the first token."""
         if name in self.growing:
-            return self.growing[name][:, : self._cache.length]
+            return self.growing[name][:, : self.owner.length]
         return self.fixed.get(name)
 
     def __setitem__(self, name: str, value: Tensor) -> None:
@@ -37,7 +44,7 @@ class LayerCache:
         Room is doubled when it runs out, so that decoding copies each row O(1) times. Tensors that
         need gradients are concatenated instead, since a buffer written in place cannot carry them.
         """
-        start, end = self._cache.length, self._cache.length + new.shape[1]
+        start, end = self.owner.length, self.owner.length + new.shape[1]
         buffer = self.growing.get(name) if start else None  # before the first advance nothing counts
         if buffer is not None:
             fits = (buffer.shape[0], *buffer.shape[2:]) == (new.shape[0], *new.shape[2:])
@@ -60,11 +67,14 @@ class LayerCache:
         self.fixed.update(self._pending)
         self._pending = {}
 
+    def stored(self) -> dict[str, Tensor]:
+        """What is stored, by name, without spare room."""
+        return {name: self.get(name) for name in (*self.growing, *self.fixed)}
+
     @property
     def nbytes(self) -> int:
         """Bytes of what is stored; spare room in the buffers is not counted."""
-        tensors = [self.get(name) for name in (*self.growing, *self.fixed)]
-        return sum(t.numel() * t.element_size() for t in tensors)
+        return sum(t.numel() * t.element_size() for t in self.stored().values())
 
 
 class Cache:
@@ -93,6 +103,87 @@ class Cache:
             layer.commit()
         self.length += num_tokens
         self.key_mask = key_mask
+
+    def crop(self, length: int) -> None:
+        """Forget every position from ``length`` on; 0 empties the cache.
+
+        What grows by a row a token can be cut off anywhere. A state of fixed size is the sum of all that was
+        read and cannot be rewound: then only 0 and the present length are possible, and anything else raises
+        ``ValueError`` and changes nothing. (To come back to a place, ``save`` or copy the cache there.)
+        """
+        check_count("length", length, 0)
+        require(length <= self.length, f"length must be at most the cache's {self.length}, got {length}")
+        states = [
+            f"layer {i}: {', '.join(layer.fixed)}" for i, layer in enumerate(self.layers) if layer.fixed
+        ]
+        possible = length in (0, self.length) or not states
+        require(
+            possible,
+            f"length must be 0 or {self.length}: a state cannot be rewound ({states[:1]}), got {length}",
+        )
+        for layer in self.layers:
+            layer.growing = {name: t[:, :length].clone() for name, t in layer.growing.items() if length}
+            layer.fixed = layer.fixed if length else {}
+        self.length = length
+        self.key_mask = self.key_mask[:, :length] if self.key_mask is not None and length else None
+
+    def reorder(self, rows: Tensor) -> None:
+        """Keep the sequences ``rows`` [B'] (int64) of the batch, in that order; one may come several times.
+
+        For beam search, and for leaving out sequences that are done. The cache is then for B' sequences.
+        """
+        check_shape("rows", rows, **{"B'": None})
+        require(rows.dtype == torch.int64, f"rows must be int64, got {rows.dtype}")
+        inside = not rows.numel() or (rows.min() >= 0 and rows.max() < self.batch_size)
+        require(bool(inside), f"rows must lie in [0, {self.batch_size}), got {rows.tolist()}")
+        for layer in self.layers:
+            stored = {name: t[rows.to(t.device)] for name, t in layer.stored().items()}
+            layer.growing = {name: stored[name] for name in layer.growing}
+            layer.fixed = {name: stored[name] for name in layer.fixed}
+        if self.key_mask is not None:
+            self.key_mask = self.key_mask[rows.to(self.key_mask.device)]
+        self.batch_size = len(rows)
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write all that is stored into one safetensors file, which takes its name when it is whole."""
+        tensors = {
+            f"{i}.{kind}.{name}": layer.get(name).detach().contiguous().cpu()
+            for i, layer in enumerate(self.layers)
+            for kind in ("growing", "fixed")
+            for name in getattr(layer, kind)
+        }
+        if self.key_mask is not None:
+            tensors["key_mask"] = self.key_mask.contiguous().cpu()
+        sizes = {"num_layers": len(self.layers), "batch_size": self.batch_size, "length": self.length}
+        with replacing(Path(path)) as file:
+            save_file(tensors, file, metadata={"evolve.cache": json.dumps(sizes)})
+
+    @classmethod
+    def load(cls, path: str | os.PathLike, *, device: torch.device | str | None = None) -> "Cache":
+        """A cache that ``save`` wrote. Raises ``ValueError`` naming the file if it is anything else."""
+        path = Path(path)
+        try:
+            with safetensors.safe_open(path, framework="pt") as file:
+                sizes = json.loads((file.metadata() or {})["evolve.cache"])
+                tensors = {name: file.get_tensor(name).to(device, copy=True) for name in file.keys()}  # noqa: SIM118
+            cache = cls(sizes["num_layers"], sizes["batch_size"])
+            check_count("length", sizes["length"], 0)
+            cache.length, cache.key_mask = sizes["length"], tensors.pop("key_mask", None)
+            for name, t in tensors.items():
+                cache._restore(name, t)
+            if cache.key_mask is not None:
+                check_shape("key_mask", cache.key_mask, B=cache.batch_size, length=cache.length)
+        except (safetensors.SafetensorError, OSError, LookupError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} is not a cache that was saved whole: {error}") from error
+        return cache
+
+    def _restore(self, name: str, t: Tensor) -> None:
+        """Put a tensor of a file into its place, if it fits this cache."""
+        layer, kind, entry = name.split(".", 2)
+        require(kind in ("growing", "fixed"), f"{name} has no place in a cache")
+        lead = [self.batch_size, self.length] if kind == "growing" else [self.batch_size]
+        require(list(t.shape[: len(lead)]) == lead, f"{name} must be {lead} and more, got {list(t.shape)}")
+        getattr(self.layers[int(layer)], kind)[entry] = t
 
 
 def extend_key_mask(cache: Cache | None, attention_mask: Tensor | None, B: int, T: int) -> Tensor | None:

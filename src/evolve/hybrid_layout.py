@@ -1,0 +1,114 @@
+"""Kimi Linear's released layout: what ``config.json`` says and how tensors are named, without the experts."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from evolve import checkpoint
+from evolve.checks import require
+from evolve.shards import StoredTensor
+
+if TYPE_CHECKING:
+    from evolve.hybrid import HybridConfig
+
+TOP = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
+)  # fmt: skip
+OPTIONAL = ("q_lora_rank", "mla_use_output_gate", "rms_norm_eps", "initializer_range")
+LINEAR = {  # own name -> its name in the released linear_attn_config, and at transformers' top level
+    "linear_num_heads": ("num_heads", "linear_num_heads"),
+    "linear_head_dim": ("head_dim", "linear_head_dim"),
+    "short_conv_kernel_size": ("short_conv_kernel_size", "linear_conv_kernel_dim"),
+}
+LINEAR_OPTIONAL = ("gate_lower_bound", "use_full_rank_gate")
+CONSTANTS = {  # any other value would be another model
+    "model_type": "kimi_linear",
+    "hidden_act": "silu",
+    "mla_use_nope": True,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+}
+
+
+def read_sizes(folder: Path) -> dict:
+    """The sizes in the folder's ``config.json``, in the released form or in transformers'."""
+    raw, file = checkpoint.read_config(folder), folder / checkpoint.CONFIG
+    for key, value in CONSTANTS.items():
+        got = raw.get(key, value)
+        require(got == value, f"{file}: {key} must be {json.dumps(value)}, got {json.dumps(got)}")
+    missing = [key for key in TOP if key not in raw]
+    require(not missing, f"{file} must say {', '.join(missing)}")
+    L, H = raw["num_hidden_layers"], raw["num_attention_heads"]
+    require(
+        raw.get("num_key_value_heads", H) == H, f"{file}: num_key_value_heads must be {H}, MLA has no groups"
+    )
+    linear = raw.get("linear_attn_config") or {}
+    require(isinstance(linear, dict), f"{file}: linear_attn_config must be an object, got {linear!r}")
+    sizes = {key: raw[key] for key in (*TOP, *OPTIONAL) if key in raw}
+    sizes |= {key: linear[key] for key in LINEAR_OPTIONAL if key in linear}
+    for own, (nested, top) in LINEAR.items():
+        require(nested in linear or top in raw, f"{file} must say linear_attn_config.{nested}")
+        sizes[own] = linear.get(nested, raw.get(top))
+    _refuse_experts(raw, L, file)
+    return sizes | {"full_attn_layers": _full_attn_layers(raw, linear, file)}
+
+
+def _refuse_experts(raw: dict, L: int, file: Path) -> None:
+    kinds = raw.get("mlp_layer_types")
+    dense = raw.get("first_k_dense_replace", 1) >= L if kinds is None else set(kinds) == {"dense"}
+    require(
+        dense, f"{file}: every layer must be dense (first_k_dense_replace = {L}): the hybrid has no experts"
+    )
+
+
+def _full_attn_layers(raw: dict, linear: dict, file: Path) -> tuple[int, ...]:
+    if "full_attn_layers" in linear:
+        return tuple(linear["full_attn_layers"])
+    kinds = raw.get("layer_types")
+    require(isinstance(kinds, list), f"{file} must say linear_attn_config.full_attn_layers or layer_types")
+    return tuple(i for i, kind in enumerate(kinds, 1) if kind == "full_attention")
+
+
+def released_config(config: "HybridConfig") -> dict:
+    """``config.json`` as released: layers counted from 1, the linear attention's sizes in an object."""
+    sizes = dataclasses.asdict(config)
+    L = config.num_hidden_layers
+    linear = {released: sizes[own] for own, (released, _) in LINEAR.items()}
+    linear |= {key: sizes[key] for key in LINEAR_OPTIONAL}
+    linear["full_attn_layers"] = list(config.full_attn_layers)
+    linear["kda_layers"] = [l for l in range(1, L + 1) if l not in config.full_attn_layers]
+    top = {key: sizes[key] for key in (*TOP, *OPTIONAL)}
+    heads = {"num_key_value_heads": config.num_attention_heads, "first_k_dense_replace": L}
+    architectures = {"architectures": ["KimiLinearForCausalLM"]}
+    no_special_ids = {f"{name}_token_id": None for name in ("bos", "eos", "pad")}
+    return CONSTANTS | architectures | top | heads | no_special_ids | {"linear_attn_config": linear}
+
+
+def released_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """``layers.0…`` here is ``model.layers.0…`` there; the head has none. Decay rates: [1, 1, H, 1]."""
+    named = {n if n.startswith("lm_head.") else f"model.{n}": t for n, t in tensors.items()}
+    return {n: t.view(1, 1, -1, 1) if n.endswith("A_log") else t for n, t in named.items()}
+
+
+def own_names(listed: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """The listing under this package's names; decay rates [1, 1, H, 1], as released, count as [H]."""
+    named = {}
+    for name, t in listed.items():
+        own = name.removeprefix("model.")
+        if own.endswith("A_log") and t.shape[:2] == (1, 1) and t.shape[3:] == (1,):
+            t = dataclasses.replace(t, shape=t.shape[2:3])
+        named[own] = t
+    require(len(named) == len(listed), "the weights hold a tensor with and without the prefix 'model.'")
+    return named
+
+
+def check_layers(listed: dict[str, StoredTensor], num_layers: int, folder: Path) -> None:
+    """Checked before anyone builds a model of the depth that the configuration claims."""
+    stored = len({name.split(".")[1] for name in listed if name.startswith("layers.")})
+    message = f"{folder}: num_hidden_layers is {num_layers}, but the weights have {stored} layers"
+    require(stored == num_layers, message)

@@ -1,0 +1,192 @@
+"""Weights in safetensors files: one ``model.safetensors``, or shards with an index that names each tensor's.
+
+A folder is first listed, from the headers alone, so that everything that does not fit is reported before
+anything is loaded. Files are memory-mapped and copied from one tensor at a time: the peak is the model and
+one tensor, whatever the size of the shards.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import safetensors
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from evolve.checkpoint import CONFIG, WEIGHTS, replacing
+from evolve.checks import check_count, require
+
+INDEX = f"{WEIGHTS}.index.json"
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "U8": torch.uint8, "I8": torch.int8, "I32": torch.int32, "I64": torch.int64, "BOOL": torch.bool,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where a tensor lies: its file and its name there; ``dtype`` is ``None`` where PyTorch has none."""
+
+    file: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None
+
+
+def list_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """All tensors of the folder by their names, from the files' headers.
+
+    Raises ``ValueError`` that names the file if one is missing or no complete safetensors file, or if the
+    index and the shards disagree about what is where.
+    """
+    index = folder / INDEX
+    if not index.is_file():
+        require(
+            (folder / WEIGHTS).is_file(), f"path_or_name must hold {WEIGHTS} or {INDEX}, {folder} does not"
+        )
+        return {t.name: t for t in _header(folder / WEIGHTS)}
+    promised = _read_index(index)
+    found = {}
+    for shard in sorted(set(promised.values())):
+        file = folder / shard
+        require(file.is_file(), f"{index} lists {shard}, but there is no such file")
+        tensors = {t.name: t for t in _header(file)}
+        here = {name for name, where in promised.items() if where == shard}
+        lacking, extra = sorted(here - tensors.keys()), sorted(tensors.keys() - here)
+        require(not lacking, f"{file} lacks what {INDEX} says it holds: {_some(lacking)}")
+        require(not extra, f"{file} holds what {INDEX} does not list there: {_some(extra)}")
+        found |= tensors
+    return found
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    """The index's map from tensors to shards: plain file names in the same folder, nowhere else."""
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        raise ValueError(f"{index} is not an index with a weight_map: {error}") from error
+    plain = isinstance(weight_map, dict) and all(
+        isinstance(file, str) and file.endswith(".safetensors") and os.path.basename(file) == file
+        for file in weight_map.values()
+    )
+    require(plain, f"{index}: weight_map must give every tensor a safetensors file beside the index")
+    return weight_map
+
+
+def _header(file: Path) -> list[StoredTensor]:
+    try:
+        with safetensors.safe_open(file, framework="pt") as opened:
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118, no iterator
+            return [
+                StoredTensor(file, name, tuple(s.get_shape()), DTYPES.get(s.get_dtype()))
+                for name, s in slices.items()
+            ]
+    except (safetensors.SafetensorError, OSError) as error:
+        raise ValueError(f"{file} is not a complete safetensors file: {error}") from error
+
+
+def check_listing(
+    expected: Mapping[str, tuple[int, ...]], listed: Mapping[str, StoredTensor], source: Path
+) -> None:
+    """Names, shapes and kinds must be the expected ones; every difference is reported at once."""
+    shared = [name for name in expected if name in listed]
+    shapes = {name: (list(listed[name].shape), list(expected[name])) for name in shared}
+    floats = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+    problems = {
+        "missing": [name for name in expected if name not in listed],
+        "unexpected": [name for name in listed if name not in expected],
+        "wrong shape": [f"{n} is {got}, expected {want}" for n, (got, want) in shapes.items() if got != want],
+        "not float": [name for name in shared if listed[name].dtype not in floats],
+    }
+    report = "; ".join(f"{what}: {_some(names)}" for what, names in problems.items() if names)
+    require(not report, f"the weights in {source} do not fit the configuration: {report}")
+
+
+def fill(model: nn.Module, listed: Mapping[str, StoredTensor], device: object) -> nn.Module:
+    """Give a model on ``meta`` its weights, shard by shard, each in the dtype that the model has for it.
+
+    ``listed`` maps the model's own names to what was checked before. A parameter takes the place of the
+    empty one, so nothing is allocated twice.
+    """
+    own = model.state_dict()
+    for file in sorted({t.file for t in listed.values()}):
+        with safetensors.safe_open(file, framework="pt") as opened:
+            shard = {
+                name: opened.get_tensor(t.name).to(device=device, dtype=own[name].dtype, copy=True)
+                for name, t in listed.items()
+                if t.file == file
+            }
+        model.load_state_dict(shard, strict=False, assign=True)
+    return model.requires_grad_(True).eval()
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype):
+    """New parameters are in ``dtype``; those that stay in float32 whatever the model's dtype know it."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def write_shards(
+    folder: str | os.PathLike, config: dict, tensors: Mapping[str, Tensor], max_shard_bytes: int | None
+) -> None:
+    """Write ``config.json`` and the weights: in one file, or in shards of at most ``max_shard_bytes`` each.
+
+    A tensor that is larger alone gets a shard of its own. Every file takes its name when it is whole, the
+    index and the configuration last.
+    """
+    if max_shard_bytes is not None:
+        check_count("max_shard_bytes", max_shard_bytes)
+    name, folder = os.fspath(folder), Path(folder)
+    require(bool(name), "dir must name a folder, got an empty path")
+    require(not folder.exists() or folder.is_dir(), f"dir must be a folder, got the file {folder}")
+    require(not any(t.is_meta for t in tensors.values()), "the model has no weights to save (meta device)")
+    folder.mkdir(parents=True, exist_ok=True)
+    shards = _split(tensors, max_shard_bytes)
+    names = [WEIGHTS] if len(shards) == 1 else _shard_names(len(shards))
+    for file_name, shard in zip(names, shards):
+        ready = {n: t.detach().cpu().contiguous() for n, t in shard.items()}
+        with replacing(folder / file_name) as file:
+            save_file(ready, file, metadata={"format": "pt"})
+    if len(shards) > 1:
+        size = sum(t.numel() * t.element_size() for t in tensors.values())
+        weight_map = {n: file_name for file_name, shard in zip(names, shards) for n in shard}
+        _write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
+    else:  # an older index would send readers to older shards
+        (folder / INDEX).unlink(missing_ok=True)
+    _write_json(folder / CONFIG, config)
+
+
+def _split(tensors: Mapping[str, Tensor], limit: int | None) -> list[dict[str, Tensor]]:
+    shards, size = [{}], 0
+    for name, t in tensors.items():
+        nbytes = t.numel() * t.element_size()
+        if limit is not None and shards[-1] and size + nbytes > limit:
+            shards.append({})
+            size = 0
+        shards[-1][name] = t
+        size += nbytes
+    return shards
+
+
+def _shard_names(n: int) -> list[str]:
+    stem, suffix = WEIGHTS.split(".")
+    return [f"{stem}-{i:05d}-of-{n:05d}.{suffix}" for i in range(1, n + 1)]
+
+
+def _write_json(target: Path, content: dict) -> None:
+    with replacing(target) as file:
+        file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _some(names: list[str], limit: int = 8) -> str:
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
