@@ -20,7 +20,8 @@ from torch import nn
 
 from evolve.checkpoint import replacing
 from evolve.checks import require
-from evolve.lab.small import recall_exam, small_model
+from evolve.lab.hybrids import small_hybrid
+from evolve.lab.small import MIXERS, recall_exam, small_model
 from evolve.lab.tasks import AssociativeRecall
 from evolve.lab.training import Run, TrainingConfig, train
 
@@ -32,8 +33,9 @@ Exams = Callable[[nn.Module], dict[str, float]]
 class StoredRun:
     """One small model, trained on one recall task.
 
-    ``name`` says what is compared; ``mixer`` and ``model`` are arguments of ``small_model``, ``seed`` draws
-    its weights; ``exams`` are named numbers measured on the trained model.
+    ``name`` says what is compared; ``mixer`` and ``model`` are arguments of ``small_model``, or of
+    ``small_hybrid`` if ``mixer`` is a layout; ``seed`` draws its weights; ``exams`` are named numbers measured
+    on the trained model.
     """
 
     name: str
@@ -46,7 +48,8 @@ class StoredRun:
 
     def build(self) -> nn.Module:
         """The model before training."""
-        return small_model(self.mixer, vocab_size=self.task.vocab_size, seed=self.seed, **self.model)
+        make = small_model if self.mixer in MIXERS else small_hybrid
+        return make(self.mixer, vocab_size=self.task.vocab_size, seed=self.seed, **self.model)
 
     def repeat(self, until: int | None = None) -> tuple[nn.Module, Run]:
         """Train it again, for the first ``until`` steps of its schedule or to the end."""
