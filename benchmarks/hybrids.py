@@ -3,18 +3,18 @@
 ``python -m benchmarks.hybrids`` trains every run anew and writes ``src/evolve/lab/results/hybrids.json``.
 Within one comparison models have the same number of parameters, data and schedule.
 
-- ``ratio``: N = 8 pairs, four layers of KDA ("k", one head, K = 8, V = 16) and MLA ("c", which sees
-  x and a short convolution of x, as KDA does) in four orders; examined with 4 to 32 pairs. ``pairs N``: the share of right
-  answers; ``numbers N``: of numbers of four places that are right in every place; ``age a``: of 32 pairs, the
-  share of right answers to the four that have a to a + 3 younger ones.
-- ``no convolution``: the same with MLA as it is in all four layers ("m").
-- ``rewritten``: each of N = 8 keys is written twice; two layers.
+- ``ratio``: lists of 1 to 8 pairs; four layers of KDA ("k": two heads, K = 8, V = 16) and MLA ("m", or "c"
+  where nothing below has a short convolution: it then sees x and a convolution of x) in four orders. Examined
+  with 4 to 32 pairs. ``pairs N``: the share of right answers; ``numbers N``: of numbers of four places, those
+  that are right in every place; ``age a``: of 32 pairs, the share of right answers to the four that have a to
+  a + 3 younger ones.
+- ``no convolution``: the same with MLA as it is in all four layers.
+- ``latent``: two layers of MLA with a convolution whose latent has R = 2 to 16 numbers.
 
 ``--jobs N`` trains N at a time.
 """
 
 import argparse
-import dataclasses
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -23,41 +23,36 @@ from torch import nn
 
 import evolve.lab
 from evolve.lab import stored
-from evolve.lab.hybrids import recalled, whole_numbers
-from evolve.lab.small import rewritten_answers
-from evolve.lab.tasks import AssociativeRecall
+from evolve.lab.hybrids import ShortAndLong, recalled, whole_numbers
 from evolve.lab.training import TrainingConfig
 
 RESULTS = Path(evolve.lab.__file__).parent / "results" / "hybrids.json"
 COMMAND = "python -m benchmarks.hybrids"
 SEEDS = (0, 1, 2)
 COUNTS = (4, 8, 16, 24, 32)  # pairs in an exam
-LAYOUTS = ("kkkk", "kkkc", "kckc", "cccc")
-CONFIG = TrainingConfig(steps=500, peak=1e-2, eval_every=20)
-PAIRS = AssociativeRecall(num_pairs=8, batch_size=32)
-REWRITTEN = AssociativeRecall(num_pairs=8, rewrites=8, batch_size=32)
+LAYOUTS = ("kkkk", "kkkm", "kmkm", "cccc")
+RANKS = (2, 4, 8, 16)
+CONFIG = TrainingConfig(steps=300, peak=1e-2, warm_up=20, eval_every=20)
+TASK = ShortAndLong(num_pairs=8)
 
 
 def plans() -> list[stored.StoredRun]:
     """Every run of the file, in order."""
-    table = [("ratio", PAIRS, layout) for layout in LAYOUTS]
-    table += [("no convolution", PAIRS, "mmmm")]
-    table += [("rewritten", REWRITTEN, layout) for layout in ("cc", "kc")]
+    table = [("ratio", layout, {}) for layout in LAYOUTS]
+    table += [("no convolution", "mmmm", {})]
+    table += [("latent", "cc", {"kv_lora_rank": R}) for R in RANKS]
     return [
-        stored.planned(name, layout, task, CONFIG, seed=seed)
-        for name, task, layout in table
+        stored.planned(name, layout, TASK, CONFIG, seed=seed, **model)
         for seed in SEEDS
+        for name, layout, model in table
     ]
 
 
 def exams(plan: stored.StoredRun, model: nn.Module) -> dict[str, float]:
     """What is measured after training."""
-    if plan.task.rewrites:
-        return rewritten_answers(model, dataclasses.replace(plan.task, batch_size=256)(stored.EXAM))
     measured = {}
     for n in COUNTS:
-        task = dataclasses.replace(plan.task, num_pairs=n, batch_size=128)
-        right = recalled(model, task, stored.EXAM)
+        right = recalled(model, plan.task.plain(n, batch_size=128), stored.EXAM)
         measured |= {f"pairs {n}": right.double().mean().item(), f"numbers {n}": whole_numbers(right)}
     by_age = right.flip(1).double().unflatten(1, (-1, 4)).mean((0, 2)).tolist()  # the youngest pair first
     return measured | {f"age {4 * i}": share for i, share in enumerate(by_age)}

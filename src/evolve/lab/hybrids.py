@@ -5,7 +5,9 @@ most of them and still be of no use where every digit counts, so four pairs that
 other also count as the four places of one *number*, which is found if all four answers are right.
 """
 
+import dataclasses
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +17,35 @@ from evolve.checks import require
 from evolve.decoder import Decoder
 from evolve.kda import KimiDeltaAttention
 from evolve.lab.accounting import parameters
-from evolve.lab.tasks import AssociativeRecall
+from evolve.lab.seeds import generator
+from evolve.lab.tasks import AssociativeRecall, Batch
 from evolve.mla import MultiHeadLatentAttention
 from evolve.short_conv import ShortConvolution
 
 PLACES = 4  # of a number
+
+
+@dataclass(frozen=True)
+class ShortAndLong(AssociativeRecall):
+    """Recall with lists of changing length: batch n has 1, 2, 4, … or ``num_pairs`` pairs, drawn by n alone.
+
+    Short lists teach how to look up at all, long ones fill the memory; a deep stack that only ever sees long
+    ones can stay for hundreds of steps with the best answer that needs no look-up.
+    """
+
+    shortest: int = 1
+
+    def __call__(self, n: int) -> Batch:
+        sizes = [self.num_pairs >> i for i in range(self.num_pairs.bit_length())]
+        sizes = [N for N in sizes if N >= self.shortest]
+        drawn = sizes[int(torch.randint(len(sizes), (), generator=generator(self.seed, n, 1)))]
+        return self.plain(drawn)(n)
+
+    def plain(self, num_pairs: int, **changes: int) -> AssociativeRecall:
+        """The task with lists of ``num_pairs`` only."""
+        sizes = dataclasses.asdict(self) | {"num_pairs": num_pairs} | changes
+        del sizes["shortest"]
+        return AssociativeRecall(**sizes)
 
 
 @torch.no_grad()
@@ -72,7 +98,7 @@ def small_hybrid(
     *,
     vocab_size: int,
     hidden_size: int = 64,
-    kda_heads: int = 1,
+    kda_heads: int = 2,
     head_dim: int = 8,
     head_v_dim: int = 16,
     mla_heads: int = 2,
@@ -97,7 +123,9 @@ def small_hybrid(
         "v_head_dim": mla_head_dim,
     }  # fmt: skip
     make = {
-        "k": lambda: KimiDeltaAttention(hidden_size, kda_heads, head_dim, head_v_dim=head_v_dim),
+        "k": lambda: KimiDeltaAttention(
+            hidden_size, kda_heads, head_dim, head_v_dim=head_v_dim, gate_lower_bound=-5.0
+        ),
         "m": lambda: MultiHeadLatentAttention(hidden_size, mla_heads, **latent),
         "c": lambda: ConvMLA(hidden_size, mla_heads, **latent),
     }

@@ -20,7 +20,7 @@ from torch import nn
 
 from evolve.checkpoint import replacing
 from evolve.checks import require
-from evolve.lab.hybrids import small_hybrid
+from evolve.lab.hybrids import ShortAndLong, small_hybrid
 from evolve.lab.small import MIXERS, recall_exam, small_model
 from evolve.lab.tasks import AssociativeRecall
 from evolve.lab.training import Run, TrainingConfig, train
@@ -53,7 +53,9 @@ class StoredRun:
 
     def repeat(self, until: int | None = None) -> tuple[nn.Module, Run]:
         """Train it again, for the first ``until`` steps of its schedule or to the end."""
-        net, validate = self.build(), recall_exam(self.task(EXAM))
+        mixed = isinstance(self.task, ShortAndLong)  # examined with its longest lists
+        exam = self.task.plain(self.task.num_pairs) if mixed else self.task
+        net, validate = self.build(), recall_exam(exam(EXAM))
         return net, train(net, self.task, self.run.config, validate=validate, until=until, label=self.name)
 
     def measured(self, exams: Exams) -> "StoredRun":
@@ -107,8 +109,9 @@ def select(runs: Sequence[StoredRun], name: str, mixer: str) -> list[StoredRun]:
 
 def _parsed(row: dict) -> StoredRun:
     run = row["run"]
+    task = ShortAndLong if "shortest" in row["task"] else AssociativeRecall
     parts = {
-        "task": AssociativeRecall(**row["task"]),
+        "task": task(**row["task"]),
         "run": Run(TrainingConfig(**run["config"]), run["loss"], run["validation"]),
     }
     return StoredRun(**row | parts)
