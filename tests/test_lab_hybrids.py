@@ -9,7 +9,7 @@ from benchmarks import hybrids
 from evolve.kda import KimiDeltaAttention
 from evolve.lab import stored
 from evolve.lab.accounting import parameters
-from evolve.lab.hybrids import ConvMLA, recalled, small_hybrid, whole_numbers
+from evolve.lab.hybrids import ConvMLA, ShortAndLong, recalled, small_hybrid, whole_numbers
 from evolve.lab.tasks import AssociativeRecall, accuracy
 from evolve.lab.training import TrainingConfig
 from evolve.mla import MultiHeadLatentAttention
@@ -62,6 +62,21 @@ def test_recalled_sorts_answers_by_when_their_pair_was_written():
             recalled(lambda ids: answers, dataclasses.replace(TASK, **fields), 3)
 
 
+def test_short_and_long_lists_are_plain_batches_of_their_length():
+    task = ShortAndLong(num_pairs=6, num_keys=9, num_values=5, batch_size=2, seed=3)
+    lengths = set()
+    for n in range(24):
+        batch = task(n)
+        N = batch.input_ids.shape[1] // 3
+        lengths.add(N)
+        assert torch.equal(batch.input_ids, task.plain(N)(n).input_ids)
+        assert torch.equal(batch.targets, task(n).targets)
+    assert lengths == {1, 3, 6}
+    assert {dataclasses.replace(task, shortest=4)(n).input_ids.shape[1] for n in range(9)} == {18}
+    assert task.plain(2, batch_size=7)(0).input_ids.shape == (7, 6)
+    assert dataclasses.asdict(task.plain(2)).keys() == dataclasses.asdict(TASK).keys()
+
+
 def test_a_number_is_found_if_every_place_is_right():
     right = torch.ones(2, 8, dtype=torch.bool)
     assert whole_numbers(right) == 1
@@ -72,7 +87,8 @@ def test_a_number_is_found_if_every_place_is_right():
 
 
 def test_runs_of_hybrids_are_stored_and_repeated(tmp_path):
-    run = stored.planned("ratio", "km", TASK, TrainingConfig(steps=3), seed=2, hidden_size=16)
+    task = ShortAndLong(num_pairs=4, num_keys=9, num_values=5, batch_size=2)
+    run = stored.planned("ratio", "km", task, TrainingConfig(steps=3), seed=2, hidden_size=16)
     run = run.measured(lambda model: {"parameters": parameters(model)})
     stored.save(tmp_path / "runs.json", [run], command="python -m tests")
     (read,) = stored.load("runs", tmp_path / "runs.json")

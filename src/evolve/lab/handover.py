@@ -95,7 +95,7 @@ def scoreboard_row(
 
 
 def hybrid_row(rung: int = 6, name: str = "MLA hybrid") -> dict:
-    """The scoreboard's row of a hybrid: of its two memories, KDA's state and MLA's latents, the better number.
+    """The scoreboard's row of a hybrid: of KDA's state and MLA's latents, the better number each time.
 
     What a model of both kinds of layer *can* do, then; whether it asks the right one is for training to show.
     "n/a" for the bytes, since a latent belongs to no head: all heads of the layer read the same one.

@@ -1,8 +1,8 @@
 """Small hybrids: KDA and MLA in any order, all of one size, and what they recall of long lists.
 
-What the comparisons of rung 6 train. Pairs are those of ``AssociativeRecall``. A state of fixed size may answer
-most of them and still be of no use where every digit counts, so four pairs that were written one after the
-other also count as the four places of one *number*, which is found if all four answers are right.
+What the comparisons of rung 6 train. Pairs are those of ``AssociativeRecall``. A state of fixed size may
+answer most of them and still be of no use where every digit counts, so four pairs that were written one after
+the other also count as the four places of one *number*, which is found if all four answers are right.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ class ShortAndLong(AssociativeRecall):
 
     def __call__(self, n: int) -> Batch:
         sizes = [self.num_pairs >> i for i in range(self.num_pairs.bit_length())]
-        sizes = [N for N in sizes if N >= self.shortest]
+        sizes = [N for N in sizes if self.shortest <= N]
         drawn = sizes[int(torch.randint(len(sizes), (), generator=generator(self.seed, n, 1)))]
         return self.plain(drawn)(n)
 
@@ -65,8 +65,9 @@ def recalled(model: nn.Module, task: AssociativeRecall, n: int) -> Tensor:
 
 
 def whole_numbers(right: Tensor) -> float:
-    """Share of the numbers in which every place is right. right: [B, N] of ``recalled``, N a multiple of 4."""
-    require(right.shape[1] % PLACES == 0, f"right must be [B, N] with N a multiple of 4, got {right.shape[1]}")
+    """Share of numbers that are right in every place. right: [B, N] of ``recalled``, N a multiple of 4."""
+    N = right.shape[1]
+    require(N % PLACES == 0, f"right must be [B, N] with N a multiple of 4, got {N}")
     return right.unflatten(1, (-1, PLACES)).all(-1).double().mean().item()
 
 
@@ -110,7 +111,8 @@ def small_hybrid(
 ) -> Decoder:
     """A decoder with one layer for each letter of ``layout`` (``LETTERS``), all of the same size.
 
-    ``head_dim`` K and ``head_v_dim`` V of KDA. ``kv_lora_rank`` R, ``mla_head_dim`` Kn = V and ``shared_dim`` Kr of MLA.
+    KDA, with the bounded gate: ``head_dim`` K, ``head_v_dim`` V. MLA: ``kv_lora_rank`` R, ``mla_head_dim``
+    Kn = V, ``shared_dim`` Kr.
     ``intermediate_size`` is that of the layout "kkkc", repeated or cut to the same number of layers; the
     others get what brings their number of parameters nearest to its. Raises ``ValueError`` for an unknown
     letter or where the layers outweigh the budget.

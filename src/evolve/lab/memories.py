@@ -1,7 +1,8 @@
 """Memories as the probes see them: a way to write pairs into a state and a way to read the state.
 
-Seven are ready-made, one for each memory of rungs 1 to 5, one for the normalised form of rung 2 and one for the
-latent cache of rung 6; three lines make another one. Shapes: R repetitions (all at once), N pairs, M queries, K key and V value channels.
+Seven are ready-made, one for each memory of rungs 1 to 5, one for the normalised form of rung 2 and one for
+the latent cache of rung 6; three lines make another one.
+Shapes: R repetitions (all at once), N pairs, M queries, K key and V value channels.
 """
 
 import math

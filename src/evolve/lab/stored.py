@@ -34,8 +34,8 @@ class StoredRun:
     """One small model, trained on one recall task.
 
     ``name`` says what is compared; ``mixer`` and ``model`` are arguments of ``small_model``, or of
-    ``small_hybrid`` if ``mixer`` is a layout; ``seed`` draws its weights; ``exams`` are named numbers measured
-    on the trained model.
+    ``small_hybrid`` if ``mixer`` is a layout; ``seed`` draws its weights; ``exams`` are named numbers
+    measured on the trained model.
     """
 
     name: str
