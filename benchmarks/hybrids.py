@@ -15,6 +15,7 @@ Within one comparison models have the same number of parameters, data and schedu
 """
 
 import argparse
+import dataclasses
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -32,19 +33,20 @@ SEEDS = (0, 1, 2)
 COUNTS = (4, 8, 16, 24, 32)  # pairs in an exam
 LAYOUTS = ("kkkk", "kkkm", "kmkm", "cccc")
 RANKS = (2, 4, 8, 16)
-CONFIG = TrainingConfig(steps=300, peak=1e-2, warm_up=20, eval_every=20)
+SHORTER = TrainingConfig(steps=300, peak=1e-2, warm_up=20, eval_every=20)
+CONFIG = dataclasses.replace(SHORTER, steps=600)
 TASK = ShortAndLong(num_pairs=8)
 
 
 def plans() -> list[stored.StoredRun]:
     """Every run of the file, in order."""
-    table = [("ratio", layout, {}) for layout in LAYOUTS]
-    table += [("no convolution", "mmmm", {})]
-    table += [("latent", "cc", {"kv_lora_rank": R}) for R in RANKS]
+    table = [("ratio", layout, CONFIG, {}) for layout in LAYOUTS]
+    table += [("no convolution", "mmmm", CONFIG, {})]
+    table += [("latent", "cc", SHORTER, {"kv_lora_rank": R}) for R in RANKS]
     return [
-        stored.planned(name, layout, TASK, CONFIG, seed=seed, **model)
+        stored.planned(name, layout, TASK, config, seed=seed, **model)
         for seed in SEEDS
-        for name, layout, model in table
+        for name, layout, config, model in table
     ]
 
 
