@@ -13,6 +13,7 @@ from evolve.lab.memories import (
     delta,
     gated,
     kda,
+    latent,
     linear,
     linear_elu1,
     plain_writes,
@@ -273,6 +274,7 @@ def test_hand_over_4_memory_cells():
 def test_hand_over_5_exact_retrieval_among_1024():
     assert handover.random_pairs_error(delta) == pytest.approx(1.4, abs=0.05)
     assert handover.random_pairs_error(softmax()) < 1e-6
+    assert handover.random_pairs_error(latent()) < 1e-6
 
 
 def test_hand_over_6_share_of_the_first_layer():
@@ -287,6 +289,7 @@ def test_the_stored_scoreboard_is_what_the_probes_measure():
         handover.scoreboard_row(3, "DeltaNet", delta),
         handover.scoreboard_row(4, "Gated DeltaNet", gated, reset=-5.0, end_decay=math.log(0.86)),
         handover.scoreboard_row(5, "KDA", kda, reset=-5.0, end_decay=LOCAL_DECAY),
+        handover.hybrid_row(),
     ]
     assert len(stored) == len(measured)
     for row in measured:
@@ -346,6 +349,7 @@ def test_every_rule_writes_in_pieces_as_at_once(rule):
         (lambda: memory_cell(gated, LOCAL_DECAY), "end_decay must be one number"),
         (lambda: memory_cell(kda, erase=torch.zeros(3)), r"erase must be \[K\]"),
         (lambda: softmax(math.nan), "scale must be finite"),
+        (lambda: latent(math.inf), "scale must be finite"),
     ],
 )
 def test_bad_input_is_named(call, message):

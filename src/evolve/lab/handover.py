@@ -8,7 +8,7 @@ import torch
 
 from evolve.full_attention import GPT2, GPT2Config
 from evolve.lab import accounting, probes
-from evolve.lab.memories import MemoryRule, delta, kda, plain_writes
+from evolve.lab.memories import MemoryRule, delta, kda, latent, plain_writes
 from evolve.lab.probes import MemoryCell
 from evolve.lab.seeds import generator
 
@@ -92,3 +92,18 @@ def scoreboard_row(
         "memory_cell": round(probes.memory_cell(rule, end_decay).score, 3),
         "retention": round(probes.retention(rule, torch.full((64,), idle_decay), [1024])[0, 0].item(), 3),
     }
+
+
+def hybrid_row(rung: int = 6, name: str = "MLA hybrid") -> dict:
+    """The scoreboard's row of a hybrid: of KDA's state and MLA's latents, the better number each time.
+
+    What a model of both kinds of layer *can* do, then; whether it asks the right one is for training to show.
+    "n/a" for the bytes, since a latent belongs to no head: all heads of the layer read the same one.
+    """
+    state = scoreboard_row(rung, name, kda, reset=-5.0, end_decay=probes.LOCAL_DECAY)
+    look_back = scoreboard_row(rung, name, latent())
+    row = {"rung": rung, "name": name, "state_bytes": "n/a", "decode_bytes": "n/a"}
+    for key in ("read_back_error", "overwrite_error", "writes_to_clear", "memory_cell", "retention"):
+        values = [r[key] for r in (state, look_back) if r[key] != "n/a"]
+        row[key] = (max if key == "retention" else min)(values)
+    return row

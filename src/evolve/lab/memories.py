@@ -1,7 +1,8 @@
 """Memories as the probes see them: a way to write pairs into a state and a way to read the state.
 
-Six are ready-made, one for each memory of rungs 1 to 5 and one for the normalised form of rung 2; three lines
-make another one. Shapes: R repetitions (all at once), N pairs, M queries, K key and V value channels.
+Seven are ready-made, one for each memory of rungs 1 to 5, one for the normalised form of rung 2 and one for
+the latent cache of rung 6; three lines make another one.
+Shapes: R repetitions (all at once), N pairs, M queries, K key and V value channels.
 """
 
 import math
@@ -17,6 +18,7 @@ from evolve.deltanet import recurrent_delta_rule
 from evolve.full_attention import softmax_attention
 from evolve.gated_deltanet import recurrent_gated_delta_rule
 from evolve.kda import recurrent_kda
+from evolve.lab.seeds import generator
 from evolve.linear_attention import elu1, recurrent_linear_attention
 
 
@@ -109,7 +111,29 @@ def softmax(scale: float = 64.0) -> MemoryRule:
     return MemoryRule("softmax attention", write, read, strength=False)
 
 
-RULES = (softmax(), linear, linear_elu1, delta, gated, kda)
+def latent(scale: float = 64.0) -> MemoryRule:
+    """MLA's cache for one head. Of a pair only a latent is kept, c = Wᵀ[k; v] with W = [W_k; W_v] orthogonal,
+    K + V numbers; a read never makes keys or values of it: the query goes into the latent space and the
+    result out of it. (One head saves nothing. The gain is that any number of heads can read the same c.)
+    """
+    require(math.isfinite(scale), f"scale must be finite, got {scale}")
+
+    def write(state: tuple[Tensor, Tensor] | None, w: Writes) -> tuple[Tensor, Tensor]:
+        k, v = _stored(w)
+        n = k.shape[-1] + v.shape[-1]
+        W = torch.linalg.qr(torch.randn(n, n, generator=generator(n), dtype=torch.float64)).Q.to(k.dtype)
+        c = torch.cat([k, v], dim=-1) @ W
+        return (c, W) if state is None else (torch.cat([state[0], c], dim=1), W)
+
+    def read(state: tuple[Tensor, Tensor], q: Tensor) -> Tensor:
+        (c, W), K = state, q.shape[-1]
+        q, c = (x[:, :, None] for x in (q @ W[:K], c))
+        return softmax_attention(q, c, c, scale=scale, causal=False)[:, :, 0] @ W[K:].T
+
+    return MemoryRule("MLA, latent cache", write, read, strength=False)
+
+
+RULES = (softmax(), linear, linear_elu1, delta, gated, kda, latent())
 
 
 def plain_writes(k: Tensor, v: Tensor, beta: float = 1.0) -> Writes:

@@ -20,7 +20,8 @@ from torch import nn
 
 from evolve.checkpoint import replacing
 from evolve.checks import require
-from evolve.lab.small import recall_exam, small_model
+from evolve.lab.hybrids import ShortAndLong, small_hybrid
+from evolve.lab.small import MIXERS, recall_exam, small_model
 from evolve.lab.tasks import AssociativeRecall
 from evolve.lab.training import Run, TrainingConfig, train
 
@@ -32,8 +33,9 @@ Exams = Callable[[nn.Module], dict[str, float]]
 class StoredRun:
     """One small model, trained on one recall task.
 
-    ``name`` says what is compared; ``mixer`` and ``model`` are arguments of ``small_model``, ``seed`` draws
-    its weights; ``exams`` are named numbers measured on the trained model.
+    ``name`` says what is compared; ``mixer`` and ``model`` are arguments of ``small_model``, or of
+    ``small_hybrid`` if ``mixer`` is a layout; ``seed`` draws its weights; ``exams`` are named numbers
+    measured on the trained model.
     """
 
     name: str
@@ -46,11 +48,14 @@ class StoredRun:
 
     def build(self) -> nn.Module:
         """The model before training."""
-        return small_model(self.mixer, vocab_size=self.task.vocab_size, seed=self.seed, **self.model)
+        make = small_model if self.mixer in MIXERS else small_hybrid
+        return make(self.mixer, vocab_size=self.task.vocab_size, seed=self.seed, **self.model)
 
     def repeat(self, until: int | None = None) -> tuple[nn.Module, Run]:
         """Train it again, for the first ``until`` steps of its schedule or to the end."""
-        net, validate = self.build(), recall_exam(self.task(EXAM))
+        mixed = isinstance(self.task, ShortAndLong)  # examined with its longest lists
+        exam = self.task.plain(self.task.num_pairs) if mixed else self.task
+        net, validate = self.build(), recall_exam(exam(EXAM))
         return net, train(net, self.task, self.run.config, validate=validate, until=until, label=self.name)
 
     def measured(self, exams: Exams) -> "StoredRun":
@@ -106,8 +111,9 @@ def select(runs: Sequence[StoredRun], name: str, mixer: str) -> list[StoredRun]:
 
 def _parsed(row: dict) -> StoredRun:
     run = row["run"]
+    task = ShortAndLong if "shortest" in row["task"] else AssociativeRecall
     parts = {
-        "task": AssociativeRecall(**row["task"]),
+        "task": task(**row["task"]),
         "run": Run(TrainingConfig(**run["config"]), run["loss"], run["validation"]),
     }
     steps, numbers = len(parts["run"].loss), [*parts["run"].loss, *row["exams"].values()]
