@@ -172,6 +172,7 @@ def test_a_file_that_is_no_whole_cache_is_refused_by_name(tmp_path):
     sizes = json.dumps({"num_layers": 5, "batch_size": 2, "length": 20})
     for change in (
         {"9.growing.latent": tensors["3.growing.latent"].clone()},
+        {"-1.fixed.state": tensors["0.fixed.state"].clone()},
         {"3.growing.latent": tensors["3.growing.latent"][:, :5].contiguous()},
         {"0.melting.state": tensors["0.fixed.state"].clone()},
         {"0.fixed.state": tensors["0.fixed.state"][:1].contiguous()},

@@ -180,7 +180,8 @@ class Cache:
     def _restore(self, name: str, t: Tensor) -> None:
         """Put a tensor of a file into its place, if it fits this cache."""
         layer, kind, entry = name.split(".", 2)
-        require(kind in ("growing", "fixed"), f"{name} has no place in a cache")
+        placed = kind in ("growing", "fixed") and layer.isdecimal() and int(layer) < len(self.layers)
+        require(placed, f"{name} has no place in a cache of {len(self.layers)} layers")
         lead = [self.batch_size, self.length] if kind == "growing" else [self.batch_size]
         require(list(t.shape[: len(lead)]) == lead, f"{name} must be {lead} and more, got {list(t.shape)}")
         getattr(self.layers[int(layer)], kind)[entry] = t

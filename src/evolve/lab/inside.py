@@ -52,6 +52,9 @@ def energy_left(w: Written, start: int) -> list[float]:
     The rule is linear in the values, so the later tokens act on the old state as they are, with values of
     zero, and what is then in the state is the old context's part alone. Energies ‖S‖², summed over sequences
     and heads, as shares of the first. [T − start + 1]
+
+    A lower bound in a layer with a short convolution: the first few values after ``start`` still hold some of
+    the tokens before it, and count here as new.
     """
     T = w.k.shape[1]
     require(0 < start <= T, f"start must be 1 to T = {T}, got {start}")
