@@ -1,14 +1,18 @@
 """The hybrid: both kinds of memory in one cache, whole-model parity, folders in one file and in shards."""
 
 import dataclasses
+import itertools
 import json
+import math
+import os
 import re
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from evolve import generate
+from evolve import checkpoint, generate
 from evolve.cache import Cache
 from evolve.hybrid import Hybrid, HybridConfig
 from evolve.kda import KimiDeltaAttention
@@ -37,8 +41,8 @@ IDS = torch.arange(60).view(2, 30) * 7 % 50
 configs = pytest.mark.parametrize("config", [SMALL, K3_LIKE], ids=["kimi-linear", "k3"])
 
 
-def model(config: HybridConfig = SMALL, dtype: torch.dtype = torch.float64) -> Hybrid:
-    torch.manual_seed(0)
+def model(config: HybridConfig = SMALL, dtype: torch.dtype = torch.float64, seed: int = 0) -> Hybrid:
+    torch.manual_seed(seed)
     return Hybrid(config).to(dtype).eval()
 
 
@@ -141,6 +145,52 @@ def test_crop_cuts_rows_and_refuses_to_rewind_a_state():
             cache.crop(length)
 
 
+def test_a_cache_that_another_model_filled_is_refused():
+    """Sizes alike, kinds of layers not: what is missing must not be made up."""
+    nets = [model(dataclasses.replace(SMALL, full_attn_layers=layers)) for layers in ((), (1,), (4,), (1, 2))]
+    for a, b in itertools.permutations(nets, 2):
+        cache = a.new_cache(2)
+        with torch.no_grad():
+            a(IDS[:, :20], cache)
+            with pytest.raises(ValueError, match="cache must have been filled by this model"):
+                b(IDS[:, 20:21], cache)
+            torch.testing.assert_close(a(IDS[:, 20:], cache), a(IDS)[:, 20:], atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("trained", ["q_proj", "kv_b_proj", "kv_a_proj_with_mqa"])
+def test_gradients_pass_through_a_cache_when_only_some_weights_are_trained(trained):
+    net = model()
+    for name, p in net.named_parameters():
+        p.requires_grad_(f"layers.3.self_attn.{trained}" in name)
+    weight = getattr(net.layers[3].self_attn, trained).weight
+    (whole,) = torch.autograd.grad(net(IDS).square().sum(), weight)
+    cache = net.new_cache(2)
+    pieces = torch.cat([net(x, cache) for x in IDS.split([4, 1, 1, IDS.shape[1] - 6], dim=1)], dim=1)
+    (in_pieces,) = torch.autograd.grad(pieces.square().sum(), weight)
+    torch.testing.assert_close(in_pieces, whole, atol=1e-10, rtol=1e-10)
+
+
+def test_a_cache_filled_in_inference_mode_goes_on_outside_it():
+    net, cache = model(), model().new_cache(2)
+    with torch.inference_mode():
+        net(IDS[:, :9], cache)
+        net(IDS[:, 9:10], cache)
+    with torch.no_grad():
+        torch.testing.assert_close(net(IDS[:, 10:], cache), net(IDS)[:, 10:], atol=1e-12, rtol=0)
+
+
+def test_reorder_changes_all_layers_or_none(monkeypatch):
+    _, cache = filled()
+    before = {(i, n): t.clone() for i, layer in enumerate(cache.layers) for n, t in layer.stored().items()}
+    monkeypatch.setattr(type(cache.layers[3]), "stored", lambda self: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        cache.reorder(torch.tensor([1, 0, 0]))
+    monkeypatch.undo()
+    assert cache.batch_size == 2
+    for (i, name), t in before.items():
+        assert torch.equal(cache.layers[i].get(name), t)
+
+
 def test_a_saved_cache_goes_on_where_it_was(tmp_path):
     net, cache = filled()
     cache.save(tmp_path / "cache.safetensors")
@@ -169,16 +219,25 @@ def test_a_file_that_is_no_whole_cache_is_refused_by_name(tmp_path):
         other.write_bytes(content)
         with pytest.raises(ValueError, match=rf"{other.name} is not a cache"):
             Cache.load(other)
-    sizes = json.dumps({"num_layers": 5, "batch_size": 2, "length": 20})
+    sizes = {"num_layers": 5, "batch_size": 2, "length": 20}
+    for name in tensors:  # a cache that lacks what it had
+        rest = {n: t for n, t in tensors.items() if n != name}
+        save_file(rest, file, metadata={"evolve.cache": json.dumps(sizes | {"tensors": sorted(tensors)})})
+        with pytest.raises(ValueError, match="is not a cache"):
+            Cache.load(file)
     for change in (
         {"9.growing.latent": tensors["3.growing.latent"].clone()},
         {"-1.fixed.state": tensors["0.fixed.state"].clone()},
+        {"03.growing.latent": tensors["3.growing.latent"].clone()},
+        {"0.fixed.state": tensors["0.fixed.state"].long()},
+        {"key_mask": tensors["key_mask"].float()},
         {"3.growing.latent": tensors["3.growing.latent"][:, :5].contiguous()},
         {"0.melting.state": tensors["0.fixed.state"].clone()},
         {"0.fixed.state": tensors["0.fixed.state"][:1].contiguous()},
         {"key_mask": tensors["key_mask"][:, :3].contiguous()},
     ):
-        save_file(tensors | change, file, metadata={"evolve.cache": sizes})
+        names = {"tensors": sorted(tensors | change)}
+        save_file(tensors | change, file, metadata={"evolve.cache": json.dumps(sizes | names)})
         with pytest.raises(ValueError, match=r"cache\.safetensors is not a cache"):
             Cache.load(file)
     save_file(tensors, file)
@@ -201,6 +260,55 @@ def test_saved_and_loaded_is_the_same_model(config, max_shard_bytes, tmp_path):
     assert torch.equal(again(IDS), net(IDS))
     assert (tmp_path / "model.safetensors.index.json").exists() == (max_shard_bytes is not None)
     assert not [f for f in tmp_path.iterdir() if f.name.startswith(".")]
+
+
+@pytest.mark.parametrize("stopped", ["writing weights", "renaming weights", "renaming the configuration"])
+@pytest.mark.parametrize("max_shard_bytes", [None, 20_000])
+def test_a_save_that_is_stopped_never_mixes_two_models(stopped, max_shard_bytes, tmp_path, monkeypatch):
+    old, new = model(dtype=torch.float32), model(dtype=torch.float32, seed=1)
+    old.save_pretrained(tmp_path, max_shard_bytes=max_shard_bytes)
+    what, file = stopped.split(" ", 1)
+    module, function = (checkpoint, "save_file") if what == "writing" else (os, "replace")
+    real, last = getattr(module, function), "config.json" if "config" in file else "safetensors"
+
+    def stopping(source, target, **options):
+        if last in str(target):
+            raise OSError("no space left on device")
+        return real(source, target, **options)
+
+    monkeypatch.setattr(module, function, stopping)
+    with pytest.raises(OSError, match="no space"):
+        new.save_pretrained(tmp_path, max_shard_bytes=max_shard_bytes)
+    monkeypatch.undo()
+    assert not list(tmp_path.glob(".*"))
+    if what == "writing":
+        assert torch.equal(Hybrid.from_pretrained(tmp_path)(IDS), old(IDS))
+    else:
+        with pytest.raises(ValueError, match=r"must hold config\.json"):
+            Hybrid.from_pretrained(tmp_path)
+    new.save_pretrained(tmp_path, max_shard_bytes=max_shard_bytes)
+    assert torch.equal(Hybrid.from_pretrained(tmp_path)(IDS), new(IDS))
+
+
+def test_nothing_of_an_older_model_stays_beside_a_new_one(tmp_path):
+    """Other readers prefer a whole file to shards."""
+    net = model(SMALL, torch.float32)
+    (tmp_path / "model-notes.txt").write_text("mine")
+    for limit, files in ((None, 1), (20_000, None), (40_000, None), (None, 1)):
+        net.save_pretrained(tmp_path, max_shard_bytes=limit)
+        index = tmp_path / "model.safetensors.index.json"
+        listed = set(json.loads(index.read_text())["weight_map"].values()) if limit else {"model.safetensors"}
+        assert {f.name for f in tmp_path.glob("*.safetensors")} == listed
+        assert index.exists() == (limit is not None)
+        assert files is None or len(listed) == files
+    assert (tmp_path / "model-notes.txt").read_text() == "mine"
+
+
+def test_tied_weights_and_numpy_sizes_are_saved(tmp_path):
+    net = model(dataclasses.replace(SMALL, vocab_size=np.int64(50)), torch.float32)
+    net.lm_head.weight = net.embed_tokens.weight
+    net.save_pretrained(tmp_path)
+    assert torch.equal(Hybrid.from_pretrained(tmp_path)(IDS), net(IDS))
 
 
 def test_dtypes_and_float32_islands(tmp_path):
@@ -287,33 +395,79 @@ def test_damaged_folders_are_refused_with_the_file_named(tmp_path):
         ({"model_type": "kimi_k3"}, 'model_type must be "kimi_linear", got "kimi_k3"'),
         ({"mla_use_nope": False}, "mla_use_nope must be true"),
         ({"first_k_dense_replace": 1}, "every layer must be dense"),
-        (
-            {"num_hidden_layers": 6, "first_k_dense_replace": 6},
-            "num_hidden_layers is 6, but the weights have 5",
-        ),
         ({"num_key_value_heads": 1}, "num_key_value_heads must be 2"),
-        ({"vocab_size": -1}, "vocab_size must be an integer >= 1, got -1"),
+        ({"vocab_size": -1}, "vocab_size must be an integer >= 1 and <= 1048576, got -1"),
         ({"linear_attn_config": None}, "must say linear_attn_config.num_heads"),
         ({"linear_attn_config": []}, "must say linear_attn_config.num_heads"),
+        ({"num_hidden_layers": "5"}, "config.json: num_hidden_layers must be an integer"),
+        ({"num_hidden_layers": None}, "config.json: num_hidden_layers must be an integer"),
+        ({"first_k_dense_replace": "5"}, "first_k_dense_replace must be an integer"),
+        ({"mlp_layer_types": 5}, "every layer must be dense"),
+        ({"mlp_layer_types": ["dense"] * 4}, "every layer must be dense"),
+        ({"hidden_size": 2**62}, "hidden_size must be an integer >= 1 and <= 1048576"),
+        ({"mla_use_output_gate": "false"}, "mla_use_output_gate must be true or false, got 'false'"),
+        ({"rms_norm_eps": True}, "rms_norm_eps must be positive and below a million"),
+        ({"attn_res_block_size": 12}, "attn_res_block_size must not be set"),
+        ({"layer_types": ["full_attention"] * 5}, "layer_types and linear_attn_config disagree"),
+        ({"layer_types": ["sliding_attention"] * 5}, "layer_types must be full_ or linear_attention 5 times"),
+        ({"linear_head_dim": 7}, "linear_head_dim must be linear_attn_config.head_dim"),
     ],
 )
 def test_another_models_configuration_is_refused(change, message, tmp_path):
-    model(dtype=torch.float32).save_pretrained(tmp_path)
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | change))
-    with pytest.raises(ValueError, match=re.escape(message)):
-        Hybrid.from_pretrained(tmp_path)
+    check_refused(tmp_path, message, lambda config: config | change)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"full_attn_layers": (0,)}, "full_attn_layers must be different layers from 1 to 5, got [0]"),
+        ({"kda_layers": []}, "kda_layers must be the layers without full attention"),
+        ({"kda_layers": "x"}, "kda_layers must be layers from 1 to 5"),
+        ({"full_attn_layers": 5}, "full_attn_layers must be layers from 1 to 5"),
+        ({"full_attn_layers": None}, "full_attn_layers or layer_types must be given"),
+        ({"full_attn_layers": [True, 5]}, "full_attn_layers must be layers from 1 to 5"),
+        ({"gate_lower_bound": "x"}, "gate_lower_bound must be below 0"),
+        ({"gate_lower_bound": -math.inf}, "gate_lower_bound must be below 0 and finite"),
+        ({"use_full_rank_gate": "false"}, "use_full_rank_gate must be true or false"),
+    ],
+)
+def test_another_linear_attention_is_refused(change, message, tmp_path):
+    def edit(config):
+        return config | {"linear_attn_config": config["linear_attn_config"] | change}
+
+    check_refused(tmp_path, message, edit)
+
+
+@pytest.mark.parametrize(
+    ("depth", "message"), [(6, ", layers.5.self_attn.A_log, "), (4, "unexpected: layers.4."), (10**6, "have 5 layers")]
+)
+def test_another_depth_is_refused(depth, message, tmp_path):
+    def edit(config):
+        linear = config["linear_attn_config"] | {"kda_layers": None, "full_attn_layers": [4]}
+        changes = {"num_hidden_layers": depth, "first_k_dense_replace": depth, "linear_attn_config": linear}
+        return config | changes
+
+    check_refused(tmp_path, message, edit)
+
+
+def check_refused(folder, message, edit):
+    """A saved model whose configuration is edited must not load, and the file must be named."""
+    model(dtype=torch.float32).save_pretrained(folder)
+    file = folder / "config.json"
+    file.write_text(json.dumps(edit(json.loads(file.read_text()))))
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
+        Hybrid.from_pretrained(folder)
+    assert str(folder) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"full_attn_layers": (0,)}, "full_attn_layers must be different layers from 1 to 5, got (0,)"),
         ({"full_attn_layers": (6,)}, "full_attn_layers must be different layers"),
         ({"full_attn_layers": (2, 2)}, "full_attn_layers must be different layers"),
-        ({"hidden_size": 0}, "hidden_size must be an integer >= 1, got 0"),
+        ({"hidden_size": 0}, "hidden_size must be an integer >= 1 and <= 1048576, got 0"),
         ({"rms_norm_eps": 0.0}, "rms_norm_eps must be positive"),
-        ({"gate_lower_bound": 1.0}, "lower_bound must be below 0, got 1.0"),
+        ({"gate_lower_bound": 1.0}, "gate_lower_bound must be below 0 and finite"),
     ],
 )
 def test_bad_sizes_are_refused(change, message):

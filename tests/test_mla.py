@@ -1,5 +1,6 @@
 """Multi-head latent attention: expanded = absorbed, cached = whole, padded, packed, and transformers."""
 
+import math
 from itertools import pairwise
 
 import pytest
@@ -270,3 +271,18 @@ def test_equals_the_official_layers_of_a_tiny_k3(l, form, monkeypatch):
     monkeypatch.setattr(layer, "absorbing_is_cheaper", lambda T, S: form == "absorbed")
     h = rms_norm(x["attn_mix"], 1e-5) * x["input_layernorm.weight"]
     same(layer(h), x["attn_out"], 1e-12)
+
+
+@pytest.mark.parametrize("scale", [-1.0, 0.0, 1e-46, math.nan, math.inf, "x"])
+def test_any_finite_scale_will_do_in_both_forms(scale):
+    """A fused kernel that multiplies its mask by the scale makes nan of 0 and of negative ones."""
+    rng = torch.Generator().manual_seed(0)
+    q, latent, kv_b = (torch.randn(*n, generator=rng) for n in ((1, 3, 1, 2), (1, 3, 2), (3, 1)))
+    if isinstance(scale, str) or not math.isfinite(scale):
+        for form in (expanded_mla, absorbed_mla):
+            with pytest.raises(ValueError, match="scale must be a finite number"):
+                form(q, latent, kv_b, scale=scale)
+        return
+    expanded = expanded_mla(q, latent, kv_b, scale=scale)
+    assert not expanded.isnan().any()
+    torch.testing.assert_close(absorbed_mla(q, latent, kv_b, scale=scale), expanded, atol=1e-6, rtol=0)

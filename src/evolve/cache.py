@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from evolve.checkpoint import replacing
-from evolve.checks import check_count, check_shape, require
+from evolve.checkpoint import check_target, replacing
+from evolve.checks import check_count, check_float, check_shape, require
 
 
 class LayerCache:
@@ -41,11 +41,13 @@ class LayerCache:
     def append(self, name: str, new: Tensor) -> Tensor:
         """Add ``new`` [B, T, ...] behind what is stored; return everything so far, [B, length + T, ...].
 
-        Room is doubled when it runs out, so that decoding copies each row O(1) times. Tensors that
-        need gradients are concatenated instead, since a buffer written in place cannot carry them.
+        Room is doubled when it runs out, so that decoding copies each row O(1) times. Where gradients may
+        be asked for, rows are concatenated instead: autograd may have kept the buffer, and writing into it
+        would spoil what it kept. Raises ``ValueError`` if another model filled the cache.
         """
         start, end = self.owner.length, self.owner.length + new.shape[1]
         buffer = self.growing.get(name) if start else None  # before the first advance nothing counts
+        require(not start or buffer is not None, f"cache must have been filled by this model: no {name} here")
         if buffer is not None:
             fits = (buffer.shape[0], *buffer.shape[2:]) == (new.shape[0], *new.shape[2:])
             fits = fits and buffer.dtype == new.dtype and buffer.device == new.device
@@ -53,10 +55,11 @@ class LayerCache:
                 fits,
                 f"cache must have been filled by this model, but its {name} has another form",
             )
-        if new.requires_grad or (buffer is not None and buffer.requires_grad):
+        if torch.is_grad_enabled():
             buffer = new if buffer is None else torch.cat([buffer[:, :start], new], dim=1)
         else:
-            if buffer is None or buffer.shape[1] < end:
+            sealed = buffer is not None and buffer.is_inference() and not torch.is_inference_mode_enabled()
+            if buffer is None or buffer.shape[1] < end or sealed or buffer.requires_grad:
                 buffer = _with_room(buffer, new, start, max(end, 2 * start))
             buffer[:, start:end] = new
         self.growing[name] = buffer  # rows from `start` on count only after `advance`
@@ -121,8 +124,11 @@ class Cache:
             possible,
             f"length must be 0 or {self.length}: a state cannot be rewound ({states[:1]}), got {length}",
         )
-        for layer in self.layers:
-            layer.growing = {name: t[:, :length].clone() for name, t in layer.growing.items() if length}
+        kept = [
+            {n: t[:, :length].clone() for n, t in layer.growing.items() if length} for layer in self.layers
+        ]
+        for layer, growing in zip(self.layers, kept):
+            layer.growing = growing
             layer.fixed = layer.fixed if length else {}
         self.length = length
         self.key_mask = self.key_mask[:, :length] if self.key_mask is not None and length else None
@@ -136,8 +142,8 @@ class Cache:
         require(rows.dtype == torch.int64, f"rows must be int64, got {rows.dtype}")
         inside = not rows.numel() or (rows.min() >= 0 and rows.max() < self.batch_size)
         require(bool(inside), f"rows must lie in [0, {self.batch_size}), got {rows.tolist()}")
-        for layer in self.layers:
-            stored = {name: t[rows.to(t.device)] for name, t in layer.stored().items()}
+        picked = [{n: t[rows.to(t.device)] for n, t in layer.stored().items()} for layer in self.layers]
+        for layer, stored in zip(self.layers, picked):  # only now: all of it fitted into memory
             layer.growing = {name: stored[name] for name in layer.growing}
             layer.fixed = {name: stored[name] for name in layer.fixed}
         if self.key_mask is not None:
@@ -155,6 +161,7 @@ class Cache:
         if self.key_mask is not None:
             tensors["key_mask"] = self.key_mask.contiguous().cpu()
         sizes = {"num_layers": len(self.layers), "batch_size": self.batch_size, "length": self.length}
+        sizes["tensors"] = sorted(tensors)
         with replacing(Path(path)) as file:
             save_file(tensors, file, metadata={"evolve.cache": json.dumps(sizes)})
 
@@ -162,10 +169,13 @@ class Cache:
     def load(cls, path: str | os.PathLike, *, device: torch.device | str | None = None) -> "Cache":
         """A cache that ``save`` wrote. Raises ``ValueError`` naming the file if it is anything else."""
         path = Path(path)
+        check_target(None, device)
         try:
             with safetensors.safe_open(path, framework="pt") as file:
                 sizes = json.loads((file.metadata() or {})["evolve.cache"])
                 tensors = {name: file.get_tensor(name).to(device, copy=True) for name in file.keys()}  # noqa: SIM118
+            whole = sizes["tensors"] == sorted(tensors)
+            require(whole, f"it must hold {sizes['tensors']}, but has {sorted(tensors)}")
             cache = cls(sizes["num_layers"], sizes["batch_size"])
             check_count("length", sizes["length"], 0)
             cache.length, cache.key_mask = sizes["length"], tensors.pop("key_mask", None)
@@ -173,15 +183,24 @@ class Cache:
                 cache._restore(name, t)
             if cache.key_mask is not None:
                 check_shape("key_mask", cache.key_mask, B=cache.batch_size, length=cache.length)
-        except (safetensors.SafetensorError, OSError, LookupError, TypeError, ValueError) as error:
+                require(cache.key_mask.dtype == torch.bool, "key_mask must be bool")
+        except (
+            safetensors.SafetensorError,
+            OSError,
+            LookupError,
+            TypeError,
+            ValueError,
+            RecursionError,
+        ) as error:
             raise ValueError(f"{path} is not a cache that was saved whole: {error}") from error
         return cache
 
     def _restore(self, name: str, t: Tensor) -> None:
         """Put a tensor of a file into its place, if it fits this cache."""
         layer, kind, entry = name.split(".", 2)
-        placed = kind in ("growing", "fixed") and layer.isdecimal() and int(layer) < len(self.layers)
+        placed = kind in ("growing", "fixed") and layer in map(str, range(len(self.layers)))
         require(placed, f"{name} has no place in a cache of {len(self.layers)} layers")
+        check_float(name, t)
         lead = [self.batch_size, self.length] if kind == "growing" else [self.batch_size]
         require(list(t.shape[: len(lead)]) == lead, f"{name} must be {lead} and more, got {list(t.shape)}")
         getattr(self.layers[int(layer)], kind)[entry] = t

@@ -2,12 +2,13 @@
 
 Nothing here executes what it reads. safetensors holds numbers only; the older ``pytorch_model.bin`` is
 read with PyTorch's ``weights_only`` unpickler, which refuses everything but tensors. Files are written
-to a temporary name and renamed, so that a reader never meets half a file.
+to temporary names and renamed, so that a reader never meets half a file, or halves of two models.
 """
 
 import contextlib
 import json
 import os
+import re
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,6 +21,8 @@ from torch import Tensor, nn
 from evolve.checks import require
 
 WEIGHTS, PICKLED_WEIGHTS, CONFIG = "model.safetensors", "pytorch_model.bin", "config.json"
+INDEX = f"{WEIGHTS}.index.json"
+OLD_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 
 def resolve_folder(path_or_name: str | os.PathLike, published: Mapping[str, str]) -> Path:
@@ -63,10 +66,17 @@ def read_config(folder: Path) -> dict:
 
 def build_config(kind: type, sizes: dict, folder: Path):
     """``kind(**sizes)``; what it refuses is reported with the file's name."""
-    try:
+    with naming(folder / CONFIG):
         return kind(**sizes)
+
+
+@contextlib.contextmanager
+def naming(file: Path):
+    """Put the file's name before what is refused in this block."""
+    try:
+        yield
     except ValueError as error:
-        raise ValueError(f"{folder / CONFIG}: {error}") from None
+        raise ValueError(f"{file}: {error}") from None
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
@@ -112,7 +122,7 @@ def check_tensors(
         ("wrong shape", misfits),
         ("not float", whole),
     ]
-    report = "; ".join(f"{what}: {_some(names)}" for what, names in problems if names)
+    report = "; ".join(f"{what}: {some(names)}" for what, names in problems if names)
     require(not report, f"the weights in {source} do not fit the configuration: {report}")
 
 
@@ -126,21 +136,70 @@ def load_model(build: Callable[[], nn.Module], tensors: dict[str, Tensor], dtype
 
 
 def write_folder(folder: str | os.PathLike, config: dict, tensors: dict[str, Tensor]) -> None:
-    """Write ``config.json`` and ``model.safetensors`` into ``folder`` (made if absent), each atomically."""
+    """Write ``config.json`` and ``model.safetensors`` into ``folder`` (made if absent), both or neither."""
+    write_together(folder, config, {WEIGHTS: tensors})
+
+
+def write_together(
+    folder: str | os.PathLike,
+    config: dict,
+    weights: Mapping[str, Mapping[str, Tensor]],
+    index: dict | None = None,
+) -> None:
+    """Write a model's files into ``folder`` (made if absent): all of them, or none.
+
+    ``weights`` maps file names to tensors. Everything is first written under temporary names, so that a full
+    disk or a kill leaves the model that was there as it was. Then the old ``config.json`` goes, the new files
+    take their names, and the configuration comes last: who is stopped in between leaves a folder that nobody
+    loads, and not a mixture of two models. Weights under other names, of the model before, are removed.
+    """
     name, folder = os.fspath(folder), Path(folder)
     require(bool(name), "dir must name a folder, got an empty path")
     require(not folder.exists() or folder.is_dir(), f"dir must be a folder, got the file {folder}")
-    for part in (folder / WEIGHTS, folder / CONFIG):
-        require(not part.is_dir(), f"dir must hold files under its file names, but {part} is a folder")
-    require(not any(t.is_meta for t in tensors.values()), "the model has no weights to save (meta device)")
+    for part in (*weights, INDEX, CONFIG):
+        require(not (folder / part).is_dir(), f"dir must hold a file {part}, but {folder / part} is a folder")
+    empty = any(t.is_meta for tensors in weights.values() for t in tensors.values())
+    require(not empty, "the model has no weights to save (meta device)")
+    texts = {INDEX: as_json(index)} if index is not None else {}
+    texts[CONFIG] = as_json(config)
     folder.mkdir(parents=True, exist_ok=True)
-    # One copy of every tensor: safetensors refuses tensors that share memory.
-    tensors = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
-    text = json.dumps(config, indent=2, sort_keys=True) + "\n"
-    with replacing(folder / WEIGHTS) as file:
-        save_file(tensors, file, metadata={"format": "pt"})
-    with replacing(folder / CONFIG) as file:
-        file.write_text(text, encoding="utf-8")
+    staged: dict[str, Path] = {}
+    try:
+        for part in (*weights, *texts):
+            staged[part] = temporary = _temporary(folder / part)
+            if part in texts:
+                temporary.write_text(texts[part], encoding="utf-8")
+            else:
+                save_file(_apart(weights[part]), temporary, metadata={"format": "pt"})
+            _make_readable(temporary)
+        (folder / CONFIG).unlink(missing_ok=True)
+        for old in folder.glob(f"{Path(WEIGHTS).stem}*"):
+            if OLD_WEIGHTS.fullmatch(old.name) and old.name not in staged:
+                old.unlink()
+        for part, temporary in staged.items():  # the configuration is the last of them
+            os.replace(temporary, folder / part)
+    finally:
+        for temporary in staged.values():
+            temporary.unlink(missing_ok=True)
+
+
+def as_json(content: dict) -> str:
+    """The text of a JSON file. Raises ``ValueError`` for what JSON cannot say, infinity and nan included."""
+    try:
+        return json.dumps(content, indent=2, sort_keys=True, allow_nan=False) + "\n"
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"the configuration must be plain numbers, strings and lists: {error}") from error
+
+
+def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors as safetensors takes them: on the CPU, whole, and none sharing memory with another."""
+    apart, seen = {}, set()
+    for name, t in tensors.items():
+        t = t.detach().cpu().contiguous()
+        storage = t.untyped_storage().data_ptr()
+        apart[name] = t.clone() if storage in seen else t
+        seen.add(storage)
+    return apart
 
 
 @contextlib.contextmanager
@@ -149,16 +208,26 @@ def replacing(target: Path):
 
     A process that is killed meanwhile leaves it behind, as ``.NAME.*.tmp``; ``target`` stays as it was.
     """
+    temporary = _temporary(target)
+    try:
+        yield temporary
+        _make_readable(temporary)
+        os.replace(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _temporary(target: Path) -> Path:
     handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
     os.close(handle)
-    try:
-        yield Path(name)
-        with open(name, "rb") as written:
-            os.fsync(written.fileno())
-        os.chmod(name, 0o666 & ~_umask())
-        os.replace(name, target)
-    finally:
-        Path(name).unlink(missing_ok=True)
+    return Path(name)
+
+
+def _make_readable(file: Path) -> None:
+    """On the disk for good, and with the permissions of any new file."""
+    with open(file, "rb") as written:
+        os.fsync(written.fileno())
+    os.chmod(file, 0o666 & ~_umask())
 
 
 def load_tokenizer(path_or_name: str | os.PathLike, published: Mapping[str, str]):
@@ -196,7 +265,8 @@ def _optional(module: str):
         raise ImportError(f"this needs {module}: pip install 'evolve-k3[hub]'") from error
 
 
-def _some(names: list[str], limit: int = 8) -> str:
+def some(names: list[str], limit: int = 40) -> str:
+    """The first names of a list, and how many more there are."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more
 

@@ -54,7 +54,14 @@ def check_token_ids(name: str, ids: Tensor, vocab_size: int, mask: Tensor | None
         )
 
 
-def check_count(name: str, n: object, least: int = 1) -> None:
-    """``n`` must be an integer (not a bool) of at least ``least``."""
-    fits = isinstance(n, numbers.Integral) and not isinstance(n, bool) and n >= least
-    require(fits, f"{name} must be an integer >= {least}, got {n!r}")
+def check_count(name: str, n: object, least: int = 1, most: int | None = None) -> None:
+    """``n`` must be an integer (not a bool) of at least ``least``, and at most ``most`` if that is given."""
+    whole = isinstance(n, numbers.Integral) and not isinstance(n, bool)
+    fits = whole and n >= least and (most is None or n <= most)
+    limit = "" if most is None else f" and <= {most}"
+    require(fits, f"{name} must be an integer >= {least}{limit}, got {n!r}"[:300])
+
+
+def check_flag(name: str, x: object) -> None:
+    """``x`` must be ``True`` or ``False``: in a configuration file the text "false" would count as true."""
+    require(isinstance(x, bool), f"{name} must be true or false, got {x!r}"[:300])

@@ -50,8 +50,7 @@ def softmax_attention(
     Raises ``ValueError`` naming the argument.
     """
     _check_operands(q, k, v, key_mask)
-    scale_fits = scale is None or (isinstance(scale, int | float) and math.isfinite(scale))
-    require(scale_fits, f"scale must be a finite number, got {scale!r}")
+    check_scale(scale)
     require(backend in (None, "torch", "sdpa"), f"backend must be None, 'torch' or 'sdpa', got {backend!r}")
     B, T, H, K = q.shape
     S, HV, V = v.shape[1:]
@@ -61,11 +60,18 @@ def softmax_attention(
         v = v.masked_fill(~key_mask[:, :, None, None], 0)
     # Value heads that share a key head are just one wider value: [B, S, H, (HV / H) V].
     v = v.reshape(B, S, H, HV // H * V if H else V)
-    if backend == "torch":
+    by_hand = backend == "torch" or scale < torch.finfo(torch.float32).tiny  # a fused -inf times 0 is nan
+    if by_hand:
         o = attention_by_hand(q, k, v, scale, visible_keys(T, S, causal, key_mask, q.device))
     else:
         o = _fused_attention(q, k, v, scale, causal, key_mask)
     return o.reshape(B, T, HV, V)
+
+
+def check_scale(scale: object) -> None:
+    """``scale`` must be a finite number or ``None``."""
+    fits = scale is None or (isinstance(scale, int | float) and math.isfinite(scale))
+    require(fits, f"scale must be a finite number, got {scale!r}")
 
 
 def attention_weights(

@@ -15,10 +15,12 @@ import torch
 from torch import nn
 
 from evolve import checkpoint, hybrid_layout, shards
-from evolve.checks import check_count, require
+from evolve.checks import check_count, check_flag, require
 from evolve.decoder import Decoder
-from evolve.kda import KimiDeltaAttention
+from evolve.kda import KimiDeltaAttention, check_lower_bound
 from evolve.mla import MultiHeadLatentAttention
+
+LARGEST = 2**20  # of any size: the product of three is then still a number of bytes that exists
 
 
 @dataclass(frozen=True)
@@ -46,19 +48,31 @@ class HybridConfig:
     initializer_range: float = 0.02
 
     def __post_init__(self) -> None:
-        L = self.num_hidden_layers
         for field in dataclasses.fields(self):
-            if field.type is int:
-                check_count(field.name, getattr(self, field.name), int(field.name != "qk_rope_head_dim"))
-        layers = self.full_attn_layers
-        if layers is None:
-            layers = [l for l in range(1, L + 1) if l % 4 == 0 or l == L]
-        fits = all(isinstance(l, int) and 1 <= l <= L for l in layers) and len(set(layers)) == len(layers)
-        require(fits, f"full_attn_layers must be different layers from 1 to {L}, got {list(layers)}")
-        object.__setattr__(self, "full_attn_layers", tuple(sorted(layers)))
+            x = getattr(self, field.name)
+            if field.type is int or (field.name == "q_lora_rank" and x is not None):
+                check_count(field.name, x, int(field.name != "qk_rope_head_dim"), LARGEST)
+                object.__setattr__(self, field.name, int(x))  # a NumPy integer is none to JSON
+            elif field.type is bool:
+                check_flag(field.name, x)
+        object.__setattr__(self, "full_attn_layers", self._layers())
         for name in ("rms_norm_eps", "initializer_range"):
             x = getattr(self, name)
-            require(isinstance(x, float) and 0 < x < 1e6, f"{name} must be positive, got {x!r}")
+            fits = isinstance(x, int | float) and not isinstance(x, bool) and 0 < x < 1e6
+            require(fits, f"{name} must be positive and below a million, got {x!r}"[:300])
+        check_lower_bound("gate_lower_bound", self.gate_lower_bound)
+
+    def _layers(self) -> tuple[int, ...]:
+        """The layers of MLA in order; by default every fourth and the last."""
+        L, layers = self.num_hidden_layers, self.full_attn_layers
+        if layers is None:
+            return tuple(l for l in range(1, L + 1) if l % 4 == 0 or l == L)
+        fits = isinstance(layers, list | tuple | range | set) and all(
+            isinstance(l, int) and not isinstance(l, bool) and 1 <= l <= L for l in layers
+        )
+        fits = fits and len(set(layers)) == len(layers)
+        require(fits, f"full_attn_layers must be different layers from 1 to {L}, got {layers!r}"[:300])
+        return tuple(sorted(layers))
 
 
 class Hybrid(Decoder):

@@ -12,6 +12,7 @@ Shapes: q, k [B, T, H, K]; v, o [B, T, HV, V]; g (natural log, ≤ 0) [B, T, HV,
 S [B, HV, K, V].
 """
 
+import math
 from functools import partial
 
 import torch
@@ -51,13 +52,19 @@ def kda_gate(z: Tensor, A_log: Tensor, dt_bias: Tensor, *, lower_bound: float | 
     check_shape("dt_bias", dt_bias, **{"HV*K": HV * K})
     for name, x in {"z": z, "A_log": A_log, "dt_bias": dt_bias}.items():
         check_float(name, x)
-    require(lower_bound is None or lower_bound < 0, f"lower_bound must be below 0, got {lower_bound}")
+    check_lower_bound("lower_bound", lower_bound)
     dtype = torch.promote_types(z.dtype, torch.float32)
     z = z.to(dtype) + dt_bias.to(dtype).view(HV, K)
     A = A_log.to(dtype).exp()[:, None]  # one A per head
     if lower_bound is None:
         return -A * F.softplus(z, threshold=40.0)  # the default threshold, 20, costs float64 its digits
     return lower_bound * torch.sigmoid(A * z)
+
+
+def check_lower_bound(name: str, x: object) -> None:
+    """The bound of the decay gate: ``None`` for the unbounded gate, or a finite number below 0."""
+    fits = x is None or (isinstance(x, int | float) and not isinstance(x, bool) and -math.inf < x < 0)
+    require(fits, f"{name} must be below 0 and finite, or None, got {x!r}")
 
 
 def kda_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
@@ -233,6 +240,7 @@ class KimiDeltaAttention(MemoryLayer):
             conv_size=conv_size,
         )
         HV, K, V = self.num_v_heads, head_dim, self.head_v_dim
+        check_lower_bound("gate_lower_bound", gate_lower_bound)
         self.gate_lower_bound = gate_lower_bound
         self.f_a_proj = nn.Linear(hidden_size, V, bias=False)
         self.f_b_proj = nn.Linear(V, HV * K, bias=False)

@@ -114,6 +114,7 @@ class MemoryLayer(nn.Module):
             mask = None if mask.all() else mask  # nothing to take out
         real, cu_seqlens = (x, None) if mask is None else pack_rows(x, mask)
         found = {} if cache is None else {name: cache.get(name) for name in ENTRIES}
+        self._check_filled(found, cache)
         entries = {name: entry for name, entry in found.items() if entry is not None}
         call = Call(entries, cu_seqlens, one_token=x.shape[1] == 1, keep_state=cache is not None)
         o = self.remember(real, *(self._project(name, real, call) for name in "qkv"), call)
@@ -122,6 +123,13 @@ class MemoryLayer(nn.Module):
             for name, entry in call.entries.items():
                 cache[name] = entry
         return y if mask is None else unpack_rows(y, mask)
+
+    def _check_filled(self, found: dict[str, Tensor | None], cache: LayerCache | None) -> None:
+        """A cache that has seen tokens must hold this layer's entries, or another model has filled it."""
+        if getattr(getattr(cache, "owner", None), "length", 0):
+            convs = [f"{name}_conv" for name in "qkv" if getattr(self, f"{name}_conv1d") is not None]
+            lacking = [name for name in ("state", *convs) if found[name] is None]
+            require(not lacking, f"cache must have been filled by this model: no {', '.join(lacking)} here")
 
     def _project(self, name: str, x: Tensor, call: Call) -> Tensor:
         """Project x, convolve, and split into heads: [B, T, heads, head dim]."""

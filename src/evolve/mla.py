@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from evolve.cache import LayerCache, extend_key_mask
 from evolve.checks import check_count, check_float, check_shape, require
-from evolve.full_attention import attention_by_hand, softmax_attention, visible_keys
+from evolve.full_attention import attention_by_hand, check_scale, softmax_attention, visible_keys
 from evolve.memory_rule import check_cu_seqlens
 from evolve.norms import RMSNorm
 
@@ -113,6 +113,7 @@ def _attend(
 ) -> Tensor:
     """Check, hide what is masked, and run ``form`` on the batch, or on each packed sequence alone."""
     _check_operands(q, latent, kv_b, key_mask)
+    check_scale(scale)
     if cu_seqlens is not None:
         T, S = q.shape[1], latent.shape[1]
         require(T == S and key_mask is None, f"cu_seqlens needs T = S and no key_mask, got {T} and {S}")
@@ -145,6 +146,7 @@ def _check_operands(q: Tensor, latent: Tensor, kv_b: Tensor, key_mask: Tensor | 
     if key_mask is not None:
         check_shape("key_mask", key_mask, B=B, S=S)
         require(key_mask.dtype == torch.bool, f"key_mask must be bool, got {key_mask.dtype}")
+        require(key_mask.device == q.device, f"key_mask must be on q's device, got {key_mask.device}")
 
 
 class MultiHeadLatentAttention(nn.Module):
@@ -257,7 +259,7 @@ class MultiHeadLatentAttention(nn.Module):
 
         Per head: expanding costs S R (Kn + V) and a pair of query and key Kn + Kr + V; absorbing costs
         T R (Kn + V) and a pair 2R + Kr. With a long past the two are equal at
-        T = R (Kn + V) / (2R − Kn − V), 171 tokens at K3's sizes; without a past expanding is cheaper.
+        T = R (Kn + V) / (2R − Kn − V), 170.7 tokens at K3's sizes; without a past expanding is cheaper.
         """
         R, heads = self.kv_lora_rank, self.qk_nope_head_dim + self.v_head_dim
         return T * R * heads + T * S * (2 * R - heads) < S * R * heads

@@ -14,13 +14,11 @@ from pathlib import Path
 
 import safetensors
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from evolve.checkpoint import CONFIG, WEIGHTS, replacing
+from evolve.checkpoint import INDEX, WEIGHTS, some, write_together
 from evolve.checks import check_count, require
 
-INDEX = f"{WEIGHTS}.index.json"
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "U8": torch.uint8, "I8": torch.int8, "I32": torch.int32, "I64": torch.int64, "BOOL": torch.bool,
@@ -57,8 +55,8 @@ def list_tensors(folder: Path) -> dict[str, StoredTensor]:
         tensors = {t.name: t for t in _header(file)}
         here = {name for name, where in promised.items() if where == shard}
         lacking, extra = sorted(here - tensors.keys()), sorted(tensors.keys() - here)
-        require(not lacking, f"{file} lacks what {INDEX} says it holds: {_some(lacking)}")
-        require(not extra, f"{file} holds what {INDEX} does not list there: {_some(extra)}")
+        require(not lacking, f"{file} lacks what {INDEX} says it holds: {some(lacking)}")
+        require(not extra, f"{file} holds what {INDEX} does not list there: {some(extra)}")
         found |= tensors
     return found
 
@@ -102,7 +100,7 @@ def check_listing(
         "wrong shape": [f"{n} is {got}, expected {want}" for n, (got, want) in shapes.items() if got != want],
         "not float": [name for name in shared if listed[name].dtype not in floats],
     }
-    report = "; ".join(f"{what}: {_some(names)}" for what, names in problems.items() if names)
+    report = "; ".join(f"{what}: {some(names)}" for what, names in problems.items() if names)
     require(not report, f"the weights in {source} do not fit the configuration: {report}")
 
 
@@ -140,29 +138,19 @@ def write_shards(
 ) -> None:
     """Write ``config.json`` and the weights: in one file, or in shards of at most ``max_shard_bytes`` each.
 
-    A tensor that is larger alone gets a shard of its own. Every file takes its name when it is whole, the
-    index and the configuration last.
+    A tensor that is larger alone gets a shard of its own. The folder gets all files or keeps what it had
+    (``checkpoint.write_together``).
     """
     if max_shard_bytes is not None:
         check_count("max_shard_bytes", max_shard_bytes)
-    name, folder = os.fspath(folder), Path(folder)
-    require(bool(name), "dir must name a folder, got an empty path")
-    require(not folder.exists() or folder.is_dir(), f"dir must be a folder, got the file {folder}")
-    require(not any(t.is_meta for t in tensors.values()), "the model has no weights to save (meta device)")
-    folder.mkdir(parents=True, exist_ok=True)
     shards = _split(tensors, max_shard_bytes)
-    names = [WEIGHTS] if len(shards) == 1 else _shard_names(len(shards))
-    for file_name, shard in zip(names, shards):
-        ready = {n: t.detach().cpu().contiguous() for n, t in shard.items()}
-        with replacing(folder / file_name) as file:
-            save_file(ready, file, metadata={"format": "pt"})
-    if len(shards) > 1:
-        size = sum(t.numel() * t.element_size() for t in tensors.values())
-        weight_map = {n: file_name for file_name, shard in zip(names, shards) for n in shard}
-        _write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
-    else:  # an older index would send readers to older shards
-        (folder / INDEX).unlink(missing_ok=True)
-    _write_json(folder / CONFIG, config)
+    if len(shards) == 1:
+        return write_together(folder, config, {WEIGHTS: tensors})
+    weights = dict(zip(_shard_names(len(shards)), shards))
+    size = sum(t.numel() * t.element_size() for t in tensors.values())
+    weight_map = {name: file for file, shard in weights.items() for name in shard}
+    index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+    write_together(folder, config, weights, index)
 
 
 def _split(tensors: Mapping[str, Tensor], limit: int | None) -> list[dict[str, Tensor]]:
@@ -180,13 +168,3 @@ def _split(tensors: Mapping[str, Tensor], limit: int | None) -> list[dict[str, T
 def _shard_names(n: int) -> list[str]:
     stem, suffix = WEIGHTS.split(".")
     return [f"{stem}-{i:05d}-of-{n:05d}.{suffix}" for i in range(1, n + 1)]
-
-
-def _write_json(target: Path, content: dict) -> None:
-    with replacing(target) as file:
-        file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def _some(names: list[str], limit: int = 8) -> str:
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more
