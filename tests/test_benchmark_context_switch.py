@@ -82,3 +82,15 @@ def test_the_exam_tells_old_values_from_right_answers(task):
 def test_an_exam_without_void_keys_is_refused():
     with pytest.raises(ValueError, match="task must have void keys, got voids = 0"):
         void_exam(AssociativeRecall(), 0)
+
+
+def test_the_last_contexts_questions_can_be_counted_alone():
+    task = AssociativeRecall(num_pairs=3, contexts=3, voids=2, batch_size=16)
+    right = table_of_bindings(task, forgets=True)
+
+    def silent_before_the_last_switch(ids):
+        last = (ids[0] == task.switch).nonzero()[-1].item()
+        return right(ids) * (torch.arange(ids.shape[1]) > last)[:, None]
+
+    assert void_exam(task, 5, last_only=True)(silent_before_the_last_switch)["accuracy"] == 1
+    assert void_exam(task, 5)(silent_before_the_last_switch)["accuracy"] < 0.7

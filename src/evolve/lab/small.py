@@ -167,16 +167,22 @@ def rewritten_answers(model: nn.Module, batch: Batch) -> dict[str, float]:
     }
 
 
-def void_exam(task: AssociativeRecall, n: int) -> Callable[[nn.Module], dict[str, float]]:
+def void_exam(
+    task: AssociativeRecall, n: int, *, last_only: bool = False
+) -> Callable[[nn.Module], dict[str, float]]:
     """A ``validate`` for ``train`` where some keys are void: how batch ``n`` of ``task`` is answered.
 
     "accuracy": the share of all questions that is answered right; "known" and "void": of those for bound and
-    for void keys; "stale": the share of void keys that is answered with the value they had last. Raises
-    ``ValueError`` for a task without void keys.
+    for void keys; "stale": the share of void keys that is answered with the value they had last.
+    ``last_only`` counts the questions of the last context alone. Raises ``ValueError`` for a task without
+    void keys.
     """
     require(task.voids > 0, f"task must have void keys, got voids = {task.voids}")
     batch, T = task(n), task.length
     ids, targets = batch.input_ids, batch.targets
+    if last_only:
+        last_switch = (ids[0] == task.switch).nonzero()[-1].item()  # at the same place in every sequence
+        targets = targets.masked_fill(torch.arange(T) < last_switch, IGNORE)
     is_void, is_asked = targets == task.void, targets != IGNORE
     following = ids.roll(-1, dims=1)
     is_pair = (following >= task.num_keys) & (following < task.blank)  # a key with its value behind it
