@@ -438,7 +438,8 @@ def test_another_linear_attention_is_refused(change, message, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("depth", "message"), [(6, ", layers.5.self_attn.A_log, "), (4, "unexpected: layers.4."), (10**6, "have 5 layers")]
+    ("depth", "message"),
+    [(6, ", layers.5.self_attn.A_log, "), (4, "unexpected: layers.4."), (10**6, "have 5 layers")],
 )
 def test_another_depth_is_refused(depth, message, tmp_path):
     def edit(config):
