@@ -10,16 +10,13 @@
 """
 
 import argparse
-import dataclasses
-import json
-import platform
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import torch
 
 import evolve.lab
-from evolve.checkpoint import replacing
+from evolve.lab import stored
 from evolve.lab.cell import RULES, CellRun, CellTask, planned
 from evolve.lab.training import TrainingConfig
 
@@ -61,15 +58,7 @@ def main() -> None:
         for run in pool.map(measured, plans()):
             print(run.name, run.rule, dict(run.cell), run.seed, dict(run.exam), flush=True)
             runs.append(run)
-    store(runs)
-
-
-def store(runs: list[CellRun]) -> None:
-    versions = {"python": platform.python_version(), "torch": torch.__version__}
-    rows = ",\n".join(json.dumps(dataclasses.asdict(run)) for run in runs)
-    head = json.dumps({"command": COMMAND, "versions": versions})[:-1]
-    with replacing(RESULTS) as file:
-        file.write_text(f'{head}, "runs": [\n{rows}\n]}}\n', encoding="utf-8")
+    stored.write(RESULTS, runs, command=COMMAND)
 
 
 if __name__ == "__main__":

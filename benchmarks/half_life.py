@@ -5,16 +5,13 @@ standard library's source, byte by byte, and writes ``src/evolve/lab/results/hal
 """
 
 import argparse
-import dataclasses
-import json
-import platform
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import torch
 
 import evolve.lab
-from evolve.checkpoint import replacing
+from evolve.lab import stored
 from evolve.lab.half_life import TextRun, planned
 from evolve.lab.training import TrainingConfig
 
@@ -42,11 +39,7 @@ def main() -> None:
         for run in pool.map(measured, plans()):
             print(run.mixer, run.seed, run.run.validation[-1], flush=True)
             runs.append(run)
-    versions = {"python": platform.python_version(), "torch": torch.__version__}
-    rows = ",\n".join(json.dumps(dataclasses.asdict(run)) for run in runs)
-    head = json.dumps({"command": COMMAND, "versions": versions})[:-1]
-    with replacing(RESULTS) as file:
-        file.write_text(f'{head}, "runs": [\n{rows}\n]}}\n', encoding="utf-8")
+    stored.write(RESULTS, runs, command=COMMAND)
 
 
 if __name__ == "__main__":

@@ -290,6 +290,7 @@ def test_the_stored_scoreboard_is_what_the_probes_measure():
         handover.scoreboard_row(4, "Gated DeltaNet", gated, reset=-5.0, end_decay=math.log(0.86)),
         handover.scoreboard_row(5, "KDA", kda, reset=-5.0, end_decay=LOCAL_DECAY),
         handover.hybrid_row(),
+        handover.hybrid_row(7, "Attention Residuals"),
     ]
     assert len(stored) == len(measured)
     for row in measured:

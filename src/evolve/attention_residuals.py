@@ -44,6 +44,19 @@ def attention_residual(
     return (read.o[0] / read.l[0, ..., None]).to(sources[0].dtype)
 
 
+def source_weights(
+    sources: Tensor | Sequence[Tensor], query: Tensor, gain: Tensor, *, eps: float = 1e-5
+) -> Tensor:
+    """softmax(s) [M, ...], what a site gives to each of its M sources (for looking at it).
+
+    Arguments and errors as ``attention_residual``.
+    """
+    sources = list(sources)
+    _check_sites(sources, query[None] if query.ndim == 1 else query, gain)
+    scores = [_scores(at_least_float32(v), (query * gain)[None], eps)[0] for v in sources]
+    return torch.stack(scores).softmax(0)
+
+
 class Read(NamedTuple):
     """Softmax-weighted sums of S sites that have not been divided yet, so that more sources can be added.
 

@@ -75,8 +75,13 @@ def planned(
 
 def save(path: str | os.PathLike, runs: Sequence[StoredRun], *, command: str) -> None:
     """Write the runs as JSON, one a line, with the command that makes them again."""
+    write(path, [_rounded(run) for run in runs], command=command)
+
+
+def write(path: str | os.PathLike, runs: Sequence[object], *, command: str) -> None:
+    """``save`` for runs of any dataclass."""
     versions = {"python": platform.python_version(), "torch": torch.__version__}
-    rows = ",\n".join(json.dumps(dataclasses.asdict(_rounded(run))) for run in runs)
+    rows = ",\n".join(json.dumps(dataclasses.asdict(run)) for run in runs)
     head = json.dumps({"command": command, "versions": versions})[:-1]
     with replacing(Path(path)) as file:
         file.write_text(f'{head}, "runs": [\n{rows}\n]}}\n', encoding="utf-8")
