@@ -3,6 +3,7 @@
 Public functions check first and compute afterwards, so that bad input changes nothing.
 """
 
+import math
 import numbers
 
 import torch
@@ -58,3 +59,9 @@ def check_count(name: str, n: object, least: int = 1) -> None:
     """``n`` must be an integer (not a bool) of at least ``least``."""
     fits = isinstance(n, numbers.Integral) and not isinstance(n, bool) and n >= least
     require(fits, f"{name} must be an integer >= {least}, got {n!r}")
+
+
+def check_positive(name: str, x: object) -> None:
+    """``x`` must be a positive, finite number."""
+    fits = isinstance(x, int | float) and not isinstance(x, bool) and 0 < x < math.inf
+    require(fits, f"{name} must be positive and finite, got {x!r}")

@@ -1,8 +1,8 @@
 """Rung 6, the hybrid: KDA in most layers, and MLA in every fourth to look back at what no state can hold.
 
 An assembly: every part is another module's. The pattern and the names of layers and parameters are those of
-Kimi Linear (arXiv 2510.26692, section 4), whose experts come at rung 8; here every layer has one SwiGLU
-feed-forward network. A folder in the released layout loads by name.
+Kimi Linear (arXiv 2510.26692, section 4), whose experts come at rung 8 (``evolve.kimi_linear``); here every
+layer has one SwiGLU feed-forward network. A folder in the released layout loads by name.
 
 Shapes: input_ids [B, T]; logits [B, T, vocab].
 """
@@ -10,12 +10,13 @@ Shapes: input_ids [B, T]; logits [B, T, vocab].
 import dataclasses
 import os
 from dataclasses import dataclass
+from typing import ClassVar, Self
 
 import torch
 from torch import nn
 
 from evolve import checkpoint, hybrid_layout, shards
-from evolve.checks import check_count, require
+from evolve.checks import check_count, check_positive, require
 from evolve.decoder import Decoder
 from evolve.kda import KimiDeltaAttention
 from evolve.mla import MultiHeadLatentAttention
@@ -25,6 +26,7 @@ from evolve.mla import MultiHeadLatentAttention
 class HybridConfig:
     """Sizes of a hybrid; the field names are those of the released ``config.json``, without its nesting."""
 
+    may_be_zero: ClassVar[tuple[str, ...]] = ("qk_rope_head_dim",)
     vocab_size: int
     hidden_size: int  # D
     intermediate_size: int  # F of the feed-forward networks
@@ -49,7 +51,7 @@ class HybridConfig:
         L = self.num_hidden_layers
         for field in dataclasses.fields(self):
             if field.type is int:
-                check_count(field.name, getattr(self, field.name), int(field.name != "qk_rope_head_dim"))
+                check_count(field.name, getattr(self, field.name), int(field.name not in self.may_be_zero))
         layers = self.full_attn_layers
         if layers is None:
             layers = [l for l in range(1, L + 1) if l % 4 == 0 or l == L]
@@ -57,16 +59,19 @@ class HybridConfig:
         require(fits, f"full_attn_layers must be different layers from 1 to {L}, got {list(layers)}")
         object.__setattr__(self, "full_attn_layers", tuple(sorted(layers)))
         for name in ("rms_norm_eps", "initializer_range"):
-            x = getattr(self, name)
-            require(isinstance(x, float) and 0 < x < 1e6, f"{name} must be positive, got {x!r}")
+            check_positive(name, getattr(self, name))
 
 
 class Hybrid(Decoder):
     """``logits = model(input_ids, cache=None, attention_mask=None)``, [B, T] -> [B, T, vocab]."""
 
+    config_class = HybridConfig
+
     def __init__(self, config: HybridConfig) -> None:
+        layers = range(1, config.num_hidden_layers + 1)
         super().__init__(
-            [_mixer(config, l) for l in range(1, config.num_hidden_layers + 1)],
+            [_mixer(config, l) for l in layers],
+            feed_forwards=[self.feed_forward(config, l) for l in layers],
             vocab_size=config.vocab_size,
             hidden_size=config.hidden_size,
             intermediate_size=config.intermediate_size,
@@ -74,6 +79,11 @@ class Hybrid(Decoder):
         )
         self.config = config
         self.reset_parameters()
+
+    @staticmethod
+    def feed_forward(config: HybridConfig, layer: int) -> nn.Module | None:
+        """The network of a layer, counted from 1, unless it is the dense one."""
+        return None
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -88,8 +98,8 @@ class Hybrid(Decoder):
     @classmethod
     def from_pretrained(
         cls, path_or_name: str | os.PathLike, *, dtype: torch.dtype | None = None, device: object = None
-    ) -> "Hybrid":
-        """Load a folder in Kimi Linear's released layout without experts, in one file or in shards.
+    ) -> Self:
+        """Load a folder in Kimi Linear's released layout, in one file or in shards.
 
         ``dtype`` defaults to that of the embedding in the file; what the release keeps in float32 (decay
         rates, convolutions, KDA's output norm) stays there. Raises ``ValueError`` naming the file and what is
@@ -97,7 +107,8 @@ class Hybrid(Decoder):
         """
         checkpoint.check_target(dtype, device)
         folder = checkpoint.resolve_folder(path_or_name, {})
-        config = checkpoint.build_config(HybridConfig, hybrid_layout.read_sizes(folder), folder)
+        sizes = hybrid_layout.read_sizes(folder, cls.config_class)
+        config = checkpoint.build_config(cls.config_class, sizes, folder)
         listed = hybrid_layout.own_names(shards.list_tensors(folder))
         hybrid_layout.check_layers(listed, config.num_hidden_layers, folder)
         with torch.device("meta"):

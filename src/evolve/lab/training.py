@@ -152,11 +152,13 @@ def train(
 
 
 def _optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.AdamW:
-    matrices = [p for p in model.parameters() if p.ndim == 2]
-    others = [p for p in model.parameters() if p.ndim != 2]
+    def is_matrix(p: nn.Parameter) -> bool:  # or a stack of experts' matrices; a convolution's is [C, 1, W]
+        return p.ndim == 2 or (p.ndim == 3 and p.shape[1] > 1)
+
+    trained = [p for p in model.parameters() if p.requires_grad]  # not a router's bias
     groups = [
-        {"params": matrices, "weight_decay": config.weight_decay},
-        {"params": others, "weight_decay": 0.0},
+        {"params": [p for p in trained if is_matrix(p)], "weight_decay": config.weight_decay},
+        {"params": [p for p in trained if not is_matrix(p)], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW([g for g in groups if g["params"]], lr=config.peak, betas=config.betas)
 
