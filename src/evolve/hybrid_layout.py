@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -123,10 +124,13 @@ def released_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def own_names(listed: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """The listing under this package's names; decay rates [1, 1, H, 1], as released, count as [H]."""
+    """The listing under this package's names; decay rates [1, 1, H, 1], as released, count as [H].
+
+    transformers, where a model has experts, writes dense layers under ``block_sparse_moe`` too.
+    """
     named = {}
     for name, t in listed.items():
-        own = name.removeprefix("model.")
+        own = re.sub(r"\.block_sparse_moe\.((gate|up|down)_proj\.)", r".mlp.\1", name.removeprefix("model."))
         if own.endswith("A_log") and t.shape[:2] == (1, 1) and t.shape[3:] == (1,):
             t = dataclasses.replace(t, shape=t.shape[2:3])
         named[own] = t
