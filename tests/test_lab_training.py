@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from evolve.lab.depth import deep_model
 from evolve.lab.seeds import generator
 from evolve.lab.tasks import Batch
 from evolve.lab.training import Run, TrainingConfig, _optimizer, _step, learning_rate, train
@@ -305,3 +306,19 @@ def test_a_validation_that_fails_leaves_the_model_training():
     with pytest.raises(ZeroDivisionError):
         train(model, batches, CONFIG, validate=lambda m: 1 / 0)
     assert model.training
+
+
+def test_pseudo_queries_can_learn_at_a_rate_of_their_own():
+    """AdamW's first step is the rate times the gradient's sign: it shows the rate itself."""
+    moved = {}
+    for query_rate in (1.0, 0.1):
+        net = deep_model(2, num_layers=2)
+        before = {name: p.detach().clone() for name, p in net.named_parameters()}
+        ids = torch.arange(32).view(2, 16)
+        config = TrainingConfig(3, peak=1e-2, warm_up=1, weight_decay=0.0, query_rate=query_rate)
+        train(net, lambda n: Batch(ids, ids.roll(-1, 1)), config, until=1)
+        moved[query_rate] = {n: (p - before[n]).abs().max().item() for n, p in net.named_parameters()}
+    for name, step in moved[1.0].items():
+        factor = 0.1 if name.endswith("_res_proj.weight") else 1.0
+        assert moved[0.1][name] == pytest.approx(factor * step, rel=1e-3)
+    assert moved[1.0]["output_attn_res_proj.weight"] == pytest.approx(1e-2, rel=1e-3)

@@ -169,15 +169,15 @@ class AttnResLayer(DecoderLayer):
 
     SITES = ("self_attention_res", "mlp_res")
 
-    def __init__(self, mixer: nn.Module, hidden_size: int, intermediate_size: int, norm_eps: float) -> None:
-        super().__init__(mixer, hidden_size, intermediate_size, norm_eps)
+    def __init__(self, mixer: nn.Module, feed_forward: nn.Module, hidden_size: int, norm_eps: float) -> None:
+        super().__init__(mixer, feed_forward, hidden_size, norm_eps)
         for name in self.SITES:
             add_site(self, name, hidden_size, norm_eps)
 
     def sublayers(self, cache: LayerCache | None, attention_mask: Tensor | None) -> Iterator[Callable]:
         """Attention and feed-forward, each from a mix h [B, T, D] to its output."""
         yield lambda h: self.self_attn(self.input_layernorm(h), cache, attention_mask)
-        yield lambda h: self.mlp(self.post_attention_layernorm(h))
+        yield lambda h: self.feed_forward(self.post_attention_layernorm(h))
 
 
 class AttnResDecoder(Decoder):
@@ -201,6 +201,7 @@ class AttnResDecoder(Decoder):
         block_size: int,
         two_phase: bool = False,
         norm_eps: float = 1e-5,
+        feed_forwards: Sequence[nn.Module | None] | None = None,
     ) -> None:
         check_count("block_size", block_size)
         super().__init__(
@@ -209,6 +210,7 @@ class AttnResDecoder(Decoder):
             hidden_size=hidden_size,
             intermediate_size=intermediate_size,
             norm_eps=norm_eps,
+            feed_forwards=feed_forwards,
         )
         self.block_size, self.two_phase, self.eps = block_size, two_phase, norm_eps
         add_site(self, "output_attn_res", hidden_size, norm_eps)

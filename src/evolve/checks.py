@@ -3,6 +3,7 @@
 Public functions check first and compute afterwards, so that bad input changes nothing.
 """
 
+import math
 import numbers
 
 import torch
@@ -65,3 +66,9 @@ def check_count(name: str, n: object, least: int = 1, most: int | None = None) -
 def check_flag(name: str, x: object) -> None:
     """``x`` must be ``True`` or ``False``: in a configuration file the text "false" would count as true."""
     require(isinstance(x, bool), f"{name} must be true or false, got {x!r}"[:300])
+
+
+def check_positive(name: str, x: object) -> None:
+    """``x`` must be a positive, finite number."""
+    fits = isinstance(x, int | float) and not isinstance(x, bool) and 0 < x < math.inf
+    require(fits, f"{name} must be positive and finite, got {x!r}")

@@ -1,4 +1,4 @@
-"""The plain decoder of the rungs above GPT-2: any mixer of tokens, RMSNorm, a SwiGLU feed-forward network.
+"""The plain decoder of the rungs above GPT-2: any mixer of tokens, RMSNorm, a gated feed-forward network.
 
 What changed from GPT-2 besides the mixer, so that no gain is credited to the wrong part: LayerNorm →
 RMSNorm, GELU → SwiGLU, no biases, no positions, a head of its own. Layer l of L:
@@ -8,7 +8,8 @@ RMSNorm, GELU → SwiGLU, no biases, no positions, a head of its own. Layer l of
 Shapes: input_ids [B, T]; x [B, T, D]; logits [B, T, vocab].
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -18,35 +19,63 @@ from evolve.checks import check_count, check_shape, check_token_ids, require
 from evolve.loss import next_token_loss
 from evolve.norms import RMSNorm
 
+Activation = Callable[[Tensor, Tensor], Tensor]  # (gate, up) [..., F] -> [..., F]
 
-class SwiGLU(nn.Module):
-    """D -> F -> D, W_down(SiLU(W_gate x) · W_up x) (Shazeer, 2020, eq. 6)."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """SiLU(gate) · up (Shazeer, 2020, eq. 6)."""
+    return F.silu(gate) * up
+
+
+def activation_name(activation: Activation) -> str:
+    """The activation in words that are the same in every process, for ``repr``."""
+    if isinstance(activation, partial):
+        return f"{activation_name(activation.func)}({activation.keywords})"
+    return getattr(activation, "__name__", type(activation).__name__)
+
+
+class GatedFeedForward(nn.Module):
+    """D -> F -> D, W_down activation(W_gate x, W_up x)."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, activation: Activation = swiglu) -> None:
         super().__init__()
+        self.activation = activation
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
+    def extra_repr(self) -> str:
+        return f"activation={activation_name(self.activation)}"
+
+    def reset_parameters(self) -> None:
+        for child in self.children():
+            child.reset_parameters()
+
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(self.activation(self.gate_proj(x), self.up_proj(x)))
 
 
 class DecoderLayer(nn.Module):
-    """x + mixer(norm(x)), then x + SwiGLU(norm(x)), by the released checkpoints' names."""
+    """x + mixer(norm(x)), then x + feed_forward(norm(x)), by the released checkpoints' names."""
 
-    def __init__(self, mixer: nn.Module, hidden_size: int, intermediate_size: int, norm_eps: float) -> None:
+    def __init__(self, mixer: nn.Module, feed_forward: nn.Module, hidden_size: int, norm_eps: float) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(hidden_size, eps=norm_eps)
         self.self_attn = mixer
         self.post_attention_layernorm = RMSNorm(hidden_size, eps=norm_eps)
-        self.mlp = SwiGLU(hidden_size, intermediate_size)
+        # Checkpoints call a layer's network by its kind: mlp, or block_sparse_moe for experts.
+        self.feed_forward_name = getattr(feed_forward, "name_in_layer", "mlp")
+        self.add_module(self.feed_forward_name, feed_forward)
+
+    @property
+    def feed_forward(self) -> nn.Module:
+        return getattr(self, self.feed_forward_name)
 
     def forward(
         self, x: Tensor, cache: LayerCache | None = None, attention_mask: Tensor | None = None
     ) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), cache, attention_mask)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        return x + self.feed_forward(self.post_attention_layernorm(x))
 
 
 class Decoder(nn.Module):
@@ -56,6 +85,8 @@ class Decoder(nn.Module):
         mixers: L modules, called as ``mixer(x, cache, attention_mask) -> y`` with x, y [B, T, D]: the layers
             of rungs 2 to 6, in any order.
         vocab_size: rows of embedding and head. hidden_size: D. intermediate_size: F of the feed-forward.
+        feed_forwards: L modules [B, T, D] -> [B, T, D] in the place of SwiGLU networks of that F; ``None``
+            among them keeps the SwiGLU network of its layer.
     Raises: ValueError for sizes below 1, no mixer, one mixer twice, or one of another width.
     """
 
@@ -69,18 +100,16 @@ class Decoder(nn.Module):
         hidden_size: int,
         intermediate_size: int,
         norm_eps: float = 1e-5,
+        feed_forwards: Sequence[nn.Module | None] | None = None,
     ) -> None:
         super().__init__()
         mixers = list(mixers)
         require(len(mixers) > 0, "mixers must hold at least one layer, got none")
-        kinds = [type(mixer).__name__ for mixer in mixers]
-        modules = all(isinstance(mixer, nn.Module) for mixer in mixers)
-        require(modules, f"mixers must be modules, got {kinds}")
-        require(len(set(map(id, mixers))) == len(mixers), "mixers must be different modules, got one twice")
-        widths = {getattr(mixer, "hidden_size", hidden_size) for mixer in mixers}
-        require(
-            widths == {hidden_size}, f"mixers must have hidden_size = {hidden_size}, got {sorted(widths)}"
-        )
+        _check_parts("mixers", mixers, hidden_size)
+        networks = [None] * len(mixers) if feed_forwards is None else list(feed_forwards)
+        _check_parts("feed_forwards", [n for n in networks if n is not None], hidden_size)
+        L = len(mixers)
+        require(len(networks) == L, f"feed_forwards must be {L}, one a layer, got {len(networks)}")
         is_eps = isinstance(norm_eps, float) and norm_eps > 0
         require(is_eps, f"norm_eps must be a positive number, got {norm_eps!r}")
         sizes = {"vocab_size": vocab_size, "hidden_size": hidden_size, "intermediate_size": intermediate_size}
@@ -88,9 +117,11 @@ class Decoder(nn.Module):
             check_count(name, n)
         self.vocab_size = vocab_size
         self.embed_tokens = nn.Embedding(vocab_size, hidden_size)
-        self.layers = nn.ModuleList(
-            self.layer_class(mixer, hidden_size, intermediate_size, norm_eps) for mixer in mixers
-        )
+        self.layers = nn.ModuleList()
+        for mixer, network in zip(mixers, networks):
+            if network is None:
+                network = GatedFeedForward(hidden_size, intermediate_size)
+            self.layers.append(self.layer_class(mixer, network, hidden_size, norm_eps))
         self.norm = RMSNorm(hidden_size, eps=norm_eps)
         self.lm_head = nn.Linear(hidden_size, vocab_size, bias=False)
 
@@ -138,3 +169,12 @@ class Decoder(nn.Module):
     def loss(self, input_ids: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy in nats a token; ``targets`` [B, T], -100 where nothing is asked."""
         return next_token_loss(self, input_ids, targets)
+
+
+def _check_parts(name: str, parts: list[nn.Module], hidden_size: int) -> None:
+    """Different modules of the model's width, as far as they tell it."""
+    kinds = [type(part).__name__ for part in parts]
+    require(all(isinstance(part, nn.Module) for part in parts), f"{name} must be modules, got {kinds}")
+    require(len(set(map(id, parts))) == len(parts), f"{name} must be different modules, got one twice")
+    widths = {getattr(part, "hidden_size", hidden_size) for part in parts} | {hidden_size}
+    require(widths == {hidden_size}, f"{name} must have hidden_size = {hidden_size}, got {sorted(widths)}")

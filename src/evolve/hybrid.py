@@ -1,8 +1,8 @@
 """Rung 6, the hybrid: KDA in most layers, and MLA in every fourth to look back at what no state can hold.
 
 An assembly: every part is another module's. The pattern and the names of layers and parameters are those of
-Kimi Linear (arXiv 2510.26692, section 4), whose experts come at rung 8; here every layer has one SwiGLU
-feed-forward network. A folder in the released layout loads by name.
+Kimi Linear (arXiv 2510.26692, section 4), whose experts come at rung 8 (``evolve.kimi_linear``); here every
+layer has one SwiGLU feed-forward network. A folder in the released layout loads by name.
 
 Shapes: input_ids [B, T]; logits [B, T, vocab].
 """
@@ -10,12 +10,13 @@ Shapes: input_ids [B, T]; logits [B, T, vocab].
 import dataclasses
 import os
 from dataclasses import dataclass
+from typing import ClassVar, Self
 
 import torch
 from torch import nn
 
 from evolve import checkpoint, hybrid_layout, shards
-from evolve.checks import check_count, check_flag, require
+from evolve.checks import check_count, check_flag, check_positive, require
 from evolve.decoder import Decoder
 from evolve.kda import KimiDeltaAttention, check_lower_bound
 from evolve.mla import MultiHeadLatentAttention
@@ -27,6 +28,7 @@ LARGEST = 2**20  # of any size: the product of three is then still a number of b
 class HybridConfig:
     """Sizes of a hybrid; the field names are those of the released ``config.json``, without its nesting."""
 
+    may_be_zero: ClassVar[tuple[str, ...]] = ("qk_rope_head_dim",)
     vocab_size: int
     hidden_size: int  # D
     intermediate_size: int  # F of the feed-forward networks
@@ -51,15 +53,13 @@ class HybridConfig:
         for field in dataclasses.fields(self):
             x = getattr(self, field.name)
             if field.type is int or (field.name == "q_lora_rank" and x is not None):
-                check_count(field.name, x, int(field.name != "qk_rope_head_dim"), LARGEST)
+                check_count(field.name, x, int(field.name not in self.may_be_zero), LARGEST)
                 object.__setattr__(self, field.name, int(x))  # a NumPy integer is none to JSON
             elif field.type is bool:
                 check_flag(field.name, x)
         object.__setattr__(self, "full_attn_layers", self._layers())
         for name in ("rms_norm_eps", "initializer_range"):
-            x = getattr(self, name)
-            fits = isinstance(x, int | float) and not isinstance(x, bool) and 0 < x < 1e6
-            require(fits, f"{name} must be positive and below a million, got {x!r}"[:300])
+            check_positive(name, getattr(self, name))
         check_lower_bound("gate_lower_bound", self.gate_lower_bound)
 
     def _layers(self) -> tuple[int, ...]:
@@ -78,9 +78,13 @@ class HybridConfig:
 class Hybrid(Decoder):
     """``logits = model(input_ids, cache=None, attention_mask=None)``, [B, T] -> [B, T, vocab]."""
 
+    config_class = HybridConfig
+
     def __init__(self, config: HybridConfig) -> None:
+        layers = range(1, config.num_hidden_layers + 1)
         super().__init__(
-            [_mixer(config, l) for l in range(1, config.num_hidden_layers + 1)],
+            [_mixer(config, l) for l in layers],
+            feed_forwards=[self.feed_forward(config, l) for l in layers],
             vocab_size=config.vocab_size,
             hidden_size=config.hidden_size,
             intermediate_size=config.intermediate_size,
@@ -88,6 +92,11 @@ class Hybrid(Decoder):
         )
         self.config = config
         self.reset_parameters()
+
+    @staticmethod
+    def feed_forward(config: HybridConfig, layer: int) -> nn.Module | None:
+        """The network of a layer, counted from 1, unless it is the dense one."""
+        return None
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -102,8 +111,8 @@ class Hybrid(Decoder):
     @classmethod
     def from_pretrained(
         cls, path_or_name: str | os.PathLike, *, dtype: torch.dtype | None = None, device: object = None
-    ) -> "Hybrid":
-        """Load a folder in Kimi Linear's released layout without experts, in one file or in shards.
+    ) -> Self:
+        """Load a folder in Kimi Linear's released layout, in one file or in shards.
 
         ``dtype`` defaults to that of the embedding in the file; what the release keeps in float32 (decay
         rates, convolutions, KDA's output norm) stays there. Raises ``ValueError`` naming the file and what is
@@ -111,7 +120,8 @@ class Hybrid(Decoder):
         """
         checkpoint.check_target(dtype, device)
         folder = checkpoint.resolve_folder(path_or_name, {})
-        config = checkpoint.build_config(HybridConfig, hybrid_layout.read_sizes(folder), folder)
+        sizes = hybrid_layout.read_sizes(folder, cls.config_class)
+        config = checkpoint.build_config(cls.config_class, sizes, folder)
         listed = hybrid_layout.own_names(shards.list_tensors(folder))
         hybrid_layout.check_layers(listed, config.num_hidden_layers, folder)
         with torch.device("meta"):

@@ -1,7 +1,8 @@
-"""Kimi Linear's released layout: what ``config.json`` says and how tensors are named, without the experts."""
+"""Kimi Linear's released layout: what ``config.json`` says and how tensors are named."""
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,6 +27,10 @@ LINEAR = {  # own name -> its name in the released linear_attn_config, and at tr
     "short_conv_kernel_size": ("short_conv_kernel_size", "linear_conv_kernel_dim"),
 }
 LINEAR_OPTIONAL = ("gate_lower_bound", "use_full_rank_gate")
+EXPERTS = (
+    "num_experts", "num_experts_per_token", "num_shared_experts", "moe_intermediate_size", "moe_renormalize",
+    "routed_scaling_factor",
+)  # fmt: skip
 CONSTANTS = {  # any other value would be another model
     "model_type": "kimi_linear",
     "hidden_act": "silu",
@@ -33,17 +38,24 @@ CONSTANTS = {  # any other value would be another model
     "tie_word_embeddings": False,
     "attention_bias": False,
 }
+EXPERT_CONSTANTS = {
+    "moe_router_activation_func": "sigmoid",
+    "num_expert_group": 1,
+    "topk_group": 1,
+    "moe_layer_freq": 1,
+}
 
 OTHER_MODELS = ("attn_res_block_size", "routed_expert_hidden_size", "activation_situ_beta")
 
 
-def read_sizes(folder: Path) -> dict:
-    """The sizes in the folder's ``config.json``, in the released form or in transformers'."""
+def read_sizes(folder: Path, config_class: type["HybridConfig"]) -> dict:
+    """The sizes for such a configuration in ``config.json``, as released or as transformers writes it."""
     raw, file = checkpoint.read_config(folder), folder / checkpoint.CONFIG
-    for key, value in CONSTANTS.items():
+    experts = EXPERTS if _has_experts(config_class) else ()
+    for key, value in (CONSTANTS | (EXPERT_CONSTANTS if experts else {})).items():
         got = raw.get(key, value)
         require(got == value, f"{file}: {key} must be {json.dumps(value)}, got {json.dumps(got)}")
-    missing = [key for key in TOP if key not in raw]
+    missing = [key for key in (*TOP, *experts) if key not in raw]
     require(not missing, f"{file} must say {', '.join(missing)}")
     L, H = raw["num_hidden_layers"], raw["num_attention_heads"]
     require(
@@ -53,7 +65,7 @@ def read_sizes(folder: Path) -> dict:
     require(not foreign, f"{file}: {', '.join(foreign)} must not be set: it makes another model of this one")
     linear = raw.get("linear_attn_config") or {}
     require(isinstance(linear, dict), f"{file}: linear_attn_config must be an object, got {linear!r}")
-    sizes = {key: raw[key] for key in (*TOP, *OPTIONAL) if key in raw}
+    sizes = {key: raw[key] for key in (*TOP, *OPTIONAL, *experts) if key in raw}
     sizes |= {key: linear[key] for key in LINEAR_OPTIONAL if key in linear}
     for own, (nested, top) in LINEAR.items():
         require(nested in linear or top in raw, f"{file} must say linear_attn_config.{nested}")
@@ -64,16 +76,30 @@ def read_sizes(folder: Path) -> dict:
         )
     with checkpoint.naming(file):
         check_count("num_hidden_layers", L)
-        _refuse_experts(raw, L)
+        dense = _dense_layers(raw, L)
+        if experts:
+            sizes["first_k_dense_replace"] = dense
+        else:
+            message = f"every layer must be dense (first_k_dense_replace = {L}): the hybrid has no experts"
+            require(dense >= L, message)
         return sizes | {"full_attn_layers": _full_attn_layers(raw, linear, L)}
 
 
-def _refuse_experts(raw: dict, L: int) -> None:
+def _has_experts(config: "HybridConfig | type[HybridConfig]") -> bool:
+    return hasattr(config, "num_experts")
+
+
+def _dense_layers(raw: dict, L: int) -> int:
+    """How many first layers have no experts."""
     kinds, first_dense = raw.get("mlp_layer_types"), raw.get("first_k_dense_replace")
     if first_dense is not None:
         check_count("first_k_dense_replace", first_dense, 0)
-    dense = (1 if first_dense is None else first_dense) >= L if kinds is None else kinds == ["dense"] * L
-    require(dense, f"every layer must be dense (first_k_dense_replace = {L}): the hybrid has no experts")
+    if kinds is None:
+        return 1 if first_dense is None else first_dense
+    dense = kinds.count("dense") if isinstance(kinds, list) else 0
+    fits = kinds == ["dense"] * dense + ["sparse"] * (L - dense)
+    require(fits, f"mlp_layer_types must be dense layers, then sparse ones, {L} in all, got {kinds}"[:300])
+    return dense
 
 
 def _full_attn_layers(raw: dict, linear: dict, L: int) -> list[int]:
@@ -109,10 +135,12 @@ def released_config(config: "HybridConfig") -> dict:
     linear["full_attn_layers"] = list(config.full_attn_layers)
     linear["kda_layers"] = [l for l in range(1, L + 1) if l not in config.full_attn_layers]
     top = {key: sizes[key] for key in (*TOP, *OPTIONAL)}
-    heads = {"num_key_value_heads": config.num_attention_heads, "first_k_dense_replace": L}
+    top |= {"num_key_value_heads": config.num_attention_heads, "first_k_dense_replace": L}
+    if _has_experts(config):
+        top |= EXPERT_CONSTANTS | {key: sizes[key] for key in (*EXPERTS, "first_k_dense_replace")}
     architectures = {"architectures": ["KimiLinearForCausalLM"]}
     no_special_ids = {f"{name}_token_id": None for name in ("bos", "eos", "pad")}
-    return CONSTANTS | architectures | top | heads | no_special_ids | {"linear_attn_config": linear}
+    return CONSTANTS | architectures | top | no_special_ids | {"linear_attn_config": linear}
 
 
 def released_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -122,10 +150,13 @@ def released_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def own_names(listed: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """The listing under this package's names; decay rates [1, 1, H, 1], as released, count as [H]."""
+    """The listing under this package's names; decay rates [1, 1, H, 1], as released, count as [H].
+
+    transformers, where a model has experts, writes dense layers under ``block_sparse_moe`` too.
+    """
     named = {}
     for name, t in listed.items():
-        own = name.removeprefix("model.")
+        own = re.sub(r"\.block_sparse_moe\.((gate|up|down)_proj\.)", r".mlp.\1", name.removeprefix("model."))
         if own.endswith("A_log") and t.shape[:2] == (1, 1) and t.shape[3:] == (1,):
             t = dataclasses.replace(t, shape=t.shape[2:3])
         named[own] = t

@@ -107,19 +107,15 @@ def check_listing(
 def fill(model: nn.Module, listed: Mapping[str, StoredTensor], device: object) -> nn.Module:
     """Give a model on ``meta`` its weights, shard by shard, each in the dtype that the model has for it.
 
-    ``listed`` maps the model's own names to what was checked before. A parameter takes the place of the
-    empty one, so nothing is allocated twice.
+    ``listed`` maps the model's own names to what was checked before. Its memory is allocated once, and the
+    mapped files are copied into it. (Buffers that are not saved would stay empty; no model here has any.)
     """
-    own = model.state_dict()
+    model.to_empty(device=device or "cpu")
     for file in sorted({t.file for t in listed.values()}):
         with safetensors.safe_open(file, framework="pt") as opened:
-            shard = {
-                name: opened.get_tensor(t.name).to(device=device, dtype=own[name].dtype, copy=True)
-                for name, t in listed.items()
-                if t.file == file
-            }
-        model.load_state_dict(shard, strict=False, assign=True)
-    return model.requires_grad_(True).eval()
+            shard = {name: opened.get_tensor(t.name) for name, t in listed.items() if t.file == file}
+            model.load_state_dict(shard, strict=False)
+    return model.eval()
 
 
 @contextmanager

@@ -19,6 +19,17 @@ def parameters(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
+def activated_parameters(model: nn.Module) -> int:
+    """Number of parameters that one token is multiplied by.
+
+    That is all but the experts it does not choose and the input embedding, of which it only looks up a row
+    (unless the table is the output head as well).
+    """
+    idle = sum(module.idle_parameters for module in model.modules() if hasattr(module, "idle_parameters"))
+    table = getattr(model, "embed_tokens", None)
+    return parameters(model) - idle - (parameters(table) if table is not None else 0)
+
+
 def cache_bytes(
     model: nn.Module, context: int, *, batch_size: int = 1, dtype: torch.dtype = torch.bfloat16
 ) -> int:

@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from evolve.attention_residuals import PseudoQuery
 from evolve.checkpoint import replacing
 from evolve.checks import check_count, require
 from evolve.lab.seeds import generator, seed_everything
@@ -41,6 +42,7 @@ class TrainingConfig:
     betas: tuple[float, float] = (0.9, 0.98)  # AdamW's memory of gradients and of their squares
     weight_decay: float = 0.1  # on matrices only, not on gains and biases
     clip: float = 1.0  # largest norm of the gradient
+    query_rate: float = 1.0  # of Attention Residuals' pseudo-queries, as a multiple of the others' rate
     seed: int = 0  # of whatever the model draws while training
     eval_every: int = 50  # steps between two validations; the last step always has one
     save_every: int = 50  # steps between two checkpoints, if there is a file for them
@@ -49,7 +51,7 @@ class TrainingConfig:
         for name, least in (("steps", 1), ("warm_up", 0), ("seed", 0), ("eval_every", 1), ("save_every", 1)):
             check_count(name, getattr(self, name), least)
         object.__setattr__(self, "betas", tuple(self.betas))  # JSON has lists only
-        for name in ("peak", "clip"):
+        for name in ("peak", "clip", "query_rate"):
             x = getattr(self, name)
             fits = isinstance(x, int | float) and 0 < x < math.inf
             require(fits, f"{name} must be positive and finite, got {x!r}")
@@ -152,11 +154,17 @@ def train(
 
 
 def _optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.AdamW:
-    matrices = [p for p in model.parameters() if p.ndim == 2]
-    others = [p for p in model.parameters() if p.ndim != 2]
+    def is_matrix(p: nn.Parameter) -> bool:  # or a stack of experts' matrices; a convolution's is [C, 1, W]
+        return p.ndim == 2 or (p.ndim == 3 and p.shape[1] > 1)
+
+    trained = [p for p in model.parameters() if p.requires_grad]  # not a router's bias
+    of_sites = {id(m.weight) for m in model.modules() if isinstance(m, PseudoQuery)}
+    queries = [p for p in trained if id(p) in of_sites]
+    rest = [p for p in trained if id(p) not in of_sites]
     groups = [
-        {"params": matrices, "weight_decay": config.weight_decay},
-        {"params": others, "weight_decay": 0.0},
+        {"params": [p for p in rest if is_matrix(p)], "weight_decay": config.weight_decay, "rate": 1.0},
+        {"params": [p for p in rest if not is_matrix(p)], "weight_decay": 0.0, "rate": 1.0},
+        {"params": queries, "weight_decay": config.weight_decay, "rate": config.query_rate},
     ]
     return torch.optim.AdamW([g for g in groups if g["params"]], lr=config.peak, betas=config.betas)
 
@@ -175,7 +183,7 @@ def _step(model: nn.Module, batches: Batches, optimizer: torch.optim.Optimizer, 
     # A finite loss can have a gradient that is not (sqrt at 0): one such step would spoil every weight.
     _check_finite("gradient's norm", nn.utils.clip_grad_norm_(model.parameters(), run.config.clip), step)
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate(run.config, step)
+        group["lr"] = group["rate"] * learning_rate(run.config, step)
     optimizer.step()
     run.loss.append(value)
 
