@@ -310,11 +310,10 @@ def test_a_validation_that_fails_leaves_the_model_training():
 
 def test_pseudo_queries_can_learn_at_a_rate_of_their_own():
     """AdamW's first step is the rate times the gradient's sign: it shows the rate itself."""
-    moved = {}
+    moved, ids = {}, torch.arange(32).view(2, 16)
     for query_rate in (1.0, 0.1):
         net = deep_model(2, num_layers=2)
         before = {name: p.detach().clone() for name, p in net.named_parameters()}
-        ids = torch.arange(32).view(2, 16)
         config = TrainingConfig(3, peak=1e-2, warm_up=1, weight_decay=0.0, query_rate=query_rate)
         train(net, lambda n: Batch(ids, ids.roll(-1, 1)), config, until=1)
         moved[query_rate] = {n: (p - before[n]).abs().max().item() for n, p in net.named_parameters()}
