@@ -80,7 +80,7 @@ def gradients(model: Decoder, batch: Batch) -> Tensor:
 def _recording(model: Decoder, outputs: list[Tensor], reads: list[Tensor]) -> Iterator[None]:
     """Norms see what a site reads; mixers and feed-forward networks return what is stored."""
     norms = [n for layer in model.layers for n in (layer.input_layernorm, layer.post_attention_layernorm)]
-    parts = [part for layer in model.layers for part in (layer.self_attn, layer.mlp)]
+    parts = [part for layer in model.layers for part in (layer.self_attn, layer.feed_forward)]
     hooks = [m.register_forward_pre_hook(lambda _, args: reads.append(args[0])) for m in (*norms, model.norm)]
     kept = (model.embed_tokens, *parts)
     hooks += [m.register_forward_hook(lambda _, __, out: outputs.append(out)) for m in kept]
