@@ -279,6 +279,19 @@ def test_hand_over_5_exact_retrieval_among_1024():
 
 def test_hand_over_6_share_of_the_first_layer():
     assert handover.first_layer_share() == pytest.approx(92**-0.5, rel=0.05)
+    assert handover.first_layer_share(block_size=1) == pytest.approx(1, abs=1e-12)
+    assert handover.first_layer_share(block_size=12) == pytest.approx(12**-0.5, rel=0.02)
+    assert handover.first_layer_share(block_size=92) == handover.first_layer_share()
+
+
+def test_hand_over_7_weights_of_one_token():
+    """The totals of the released model: 2,779,484,476,000, of them 1,174,405,120 in the embedding; active
+    without it 104,189,612,640."""
+    assert handover.weights_for_a_token(16) == 104_189_612_640
+    assert handover.weights_for_a_token() == 2_779_484_476_000 - 1_174_405_120
+    for wrong in (-1, 897, 1.0):
+        with pytest.raises(ValueError, match="chosen_experts must be"):
+            handover.weights_for_a_token(wrong)
 
 
 def test_the_stored_scoreboard_is_what_the_probes_measure():

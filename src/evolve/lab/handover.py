@@ -5,12 +5,19 @@ with its own memory; the next notebook's opening cell calls the same function wi
 """
 
 import torch
+from torch import nn
 
+from evolve.attention_residuals import AttentionResidual, attention_residual, source_weights
+from evolve.checks import check_count, require
+from evolve.decoder import SwiGLU
 from evolve.full_attention import GPT2, GPT2Config
+from evolve.kda import KimiDeltaAttention
 from evolve.lab import accounting, probes
 from evolve.lab.memories import MemoryRule, delta, kda, latent, plain_writes
 from evolve.lab.probes import MemoryCell
 from evolve.lab.seeds import generator
+from evolve.mla import MultiHeadLatentAttention
+from evolve.norms import RMSNorm
 
 MILLION = 2**20  # tokens; the context that Kimi K3 is released with
 
@@ -54,11 +61,51 @@ def memory_cells() -> dict[str, MemoryCell]:
     }
 
 
-def first_layer_share(num_layers: int = 93, width: int = 7168) -> float:
-    """06 → 07: size of the first layer's output relative to the sum that the last of ``num_layers`` layers
-    reads, all layers writing vectors of equal length in random directions: about (num_layers − 1)**-0.5."""
+def first_layer_share(num_layers: int = 93, width: int = 7168, *, block_size: int | None = None) -> float:
+    """06 → 07: size of the first layer's output in what the last of ``num_layers`` layers reads, relative to
+    the whole of it, all layers writing vectors of equal length in random directions.
+
+    In a residual stream it reads their sum: about (num_layers − 1)**-0.5. With ``block_size`` it reads by
+    Attention Residuals, with a pseudo-query that points at the first output: 1 if every output is a source of
+    its own (``block_size=1``), about block_size**-0.5 if outputs are summed in blocks of that many layers.
+    """
     outputs = probes.unit_vectors(num_layers - 1, width, rng=generator(0))
-    return (outputs[0].norm() / outputs.sum(dim=0).norm()).item()
+    if block_size is None:
+        return (outputs[0].norm() / outputs.sum(dim=0).norm()).item()
+    sources = torch.stack([block.sum(dim=0) for block in outputs.split(block_size)])
+    site = outputs[0], torch.ones_like(outputs[0])
+    weight = source_weights(sources, *site)[0]
+    return (weight * outputs[0].norm() / attention_residual(sources, *site).norm()).item()
+
+
+def weights_for_a_token(chosen_experts: int = 896) -> int:
+    """07 → 08: weights of a model of Kimi K3's size that take part in one token, if each of its 92 layers of
+    experts uses ``chosen_experts`` of the 896: all in a dense model, 16 in K3. Counted on ``meta``.
+
+    Attention and everything but the routed experts always takes part; the embedding is a look-up and left
+    out. Raises ``ValueError`` for a number of experts that is none.
+    """
+    check_count("chosen_experts", chosen_experts, 0)
+    require(chosen_experts <= 896, f"chosen_experts must be at most 896, got {chosen_experts}")
+    D, latent_width, F = 7168, 3584, 3072
+    kda_options = {"gate_lower_bound": -5.0, "full_rank_gate": True}
+    ranks = {"q_lora_rank": 1536, "kv_lora_rank": 512, "output_gate": True}
+    dims = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+    with torch.device("meta"):
+        parts = {
+            KimiDeltaAttention(D, 96, 128, **kda_options): 69,
+            MultiHeadLatentAttention(D, 96, **ranks, **dims): 24,
+            SwiGLU(D, 33_792): 1,  # the first layer's feed-forward; SiTU has the same weights
+            SwiGLU(latent_width, F): 92 * chosen_experts,
+            SwiGLU(D, 2 * F): 92,  # the two shared experts
+            nn.Linear(D, 2 * latent_width, bias=False): 92,  # to the latent width and back
+            nn.Linear(D, 896): 92,  # the router and its bias
+            RMSNorm(latent_width): 92,
+            RMSNorm(D): 2 * 93 + 1,
+            AttentionResidual(D): 2 * 93 + 1,
+            nn.Linear(D, 163_840, bias=False): 1,  # the head
+        }
+    return sum(count * accounting.parameters(part) for part, count in parts.items())
 
 
 def scoreboard_row(
