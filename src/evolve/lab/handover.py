@@ -9,7 +9,7 @@ from torch import nn
 
 from evolve.attention_residuals import AttentionResidual, attention_residual, source_weights
 from evolve.checks import check_count, require
-from evolve.decoder import SwiGLU
+from evolve.decoder import GatedFeedForward
 from evolve.full_attention import GPT2, GPT2Config
 from evolve.kda import KimiDeltaAttention
 from evolve.lab import accounting, probes
@@ -95,9 +95,9 @@ def weights_for_a_token(chosen_experts: int = 896) -> int:
         parts = {
             KimiDeltaAttention(D, 96, 128, **kda_options): 69,
             MultiHeadLatentAttention(D, 96, **ranks, **dims): 24,
-            SwiGLU(D, 33_792): 1,  # the first layer's feed-forward; SiTU has the same weights
-            SwiGLU(latent_width, F): 92 * chosen_experts,
-            SwiGLU(D, 2 * F): 92,  # the two shared experts
+            GatedFeedForward(D, 33_792): 1,  # the first layer's
+            GatedFeedForward(latent_width, F): 92 * chosen_experts,
+            GatedFeedForward(D, 2 * F): 92,  # the two shared experts
             nn.Linear(D, 2 * latent_width, bias=False): 92,  # to the latent width and back
             nn.Linear(D, 896): 92,  # the router and its bias
             RMSNorm(latent_width): 92,
