@@ -1,9 +1,10 @@
 """A mixture of experts beside transformers' two, on a CPU: its loop over experts, and its grouped product.
 
-``python -m benchmarks.moe`` prints a table and writes ``benchmarks/results/moe.json``. One layer of Kimi
-Linear's kind, 64 experts of which 4 are chosen and one that all tokens pass through, 4096 tokens, width 256,
-float32, forward + backward, two threads. All run in turns in one process; what counts is the median of the
-ratios. A pair whose outputs or gradients differ is not timed.
+``python -m benchmarks.moe`` prints a table and writes ``benchmarks/results/moe.json``. 64 experts of which 4
+are chosen, 4096 tokens, width 256, SwiGLU, float32, forward + backward, two threads; the experts alone, under
+a given routing, and a whole layer of Kimi Linear's with its router and its shared expert. Each pair runs in
+turns in one process, and what counts is the median of the ratios. A pair whose outputs or gradients differ is
+not timed.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import json
 import platform
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -19,7 +21,7 @@ from torch import Tensor, nn
 
 from benchmarks.memory_rules import transformers_function, version
 from evolve.decoder import swiglu
-from evolve.moe import LatentMoE
+from evolve.moe import LatentMoE, Routing
 
 RESULTS = Path(__file__).parent / "results" / "moe.json"
 COMMAND = "python -m benchmarks.moe"
@@ -58,35 +60,43 @@ def theirs(net: LatentMoE, expert_size: int, implementation: str) -> nn.Module:
     return layer
 
 
-def forward_backward(layer: nn.Module, x: Tensor) -> float:
+def experts_alone(layer: nn.Module, routing: Routing) -> Callable[[Tensor], Tensor]:
+    """The experts under one and the same routing, x [1, N, D] -> u [N, D]."""
+    if isinstance(layer, LatentMoE):
+        return lambda x: layer.experts(x[0], routing)
+    return lambda x: layer.experts(x[0], routing.indices, routing.weights)
+
+
+def forward_backward(f: Callable[[Tensor], Tensor], layer: nn.Module, x: Tensor) -> float:
     """Seconds of one forward and backward pass."""
     layer.zero_grad()
     x.grad = None
     start = time.perf_counter()
-    layer(x).square().mean().backward()
+    f(x).square().mean().backward()
     return time.perf_counter() - start
 
 
-def difference(a: nn.Module, b: nn.Module, x: Tensor) -> float:
-    """The largest difference in output, gradient of x and gradient of the experts, of the largest value."""
-    results = []
-    for layer in (a, b):
-        forward_backward(layer, x)
-        grads = [x.grad, *(layer.experts.get_parameter(n).grad for n in ("gate_up_proj", "down_proj"))]
-        results.append([layer(x).detach(), *grads])
-    return max(((p - q).abs().max() / q.abs().max()).item() for p, q in zip(*results))
+def values(f: Callable[[Tensor], Tensor], layer: nn.Module, x: Tensor) -> list[Tensor]:
+    """The output, and the gradients of x and of the experts."""
+    forward_backward(f, layer, x)
+    return [f(x).detach(), x.grad, layer.experts.gate_up_proj.grad, layer.experts.down_proj.grad]
 
 
-def compare(peer: str, expert_size: int, rounds: int) -> dict:
+def compare(what: str, peer: str, expert_size: int, rounds: int) -> dict:
     net, x = ours(expert_size), torch.randn(1, TOKENS, WIDTH, requires_grad=True)
-    other = theirs(net, expert_size, PEERS[peer])
-    row = {"peer": f"transformers KimiLinearMoE, {PEERS[peer]}", "expert_size": expert_size}
-    row["difference"] = float(f"{difference(net, other, x):.1e}")
-    if row["difference"] > LARGEST_DIFFERENCE:
+    layers = net, theirs(net, expert_size, PEERS[peer])
+    routing = Routing(*(t.detach() for t in net.gate(x[0])))
+    runs = [(experts_alone(l, routing) if what == "experts" else l, l) for l in layers]
+    name = {"experts": "KimiLinearExperts", "layer": "KimiLinearMoE"}[what]
+    row = {"what": what, "peer": f"transformers {name}, {PEERS[peer]}", "expert_size": expert_size}
+    pairs = zip(*(values(f, layer, x) for f, layer in runs))
+    apart = max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs)
+    row["difference"] = float(f"{apart:.1e}")
+    if apart > LARGEST_DIFFERENCE:
         return row | {"refused": "outputs differ"}
-    pairs = [(forward_backward(net, x), forward_backward(other, x)) for _ in range(rounds)]
-    mine, their = (round(1e3 * statistics.median(times), 1) for times in zip(*pairs))
-    ratio = round(statistics.median(b / a for a, b in pairs), 2)
+    times = [[forward_backward(f, layer, x) for f, layer in runs] for _ in range(rounds)]
+    mine, their = (round(1e3 * statistics.median(t), 1) for t in zip(*times))
+    ratio = round(statistics.median(b / a for a, b in times), 2)
     return row | {"ms": mine, "peer_ms": their, "ratio": ratio}
 
 
@@ -95,7 +105,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     rounds = parser.parse_args().rounds
     torch.set_num_threads(2)
-    rows = [compare(peer, size, rounds) for size in (256, 128) for peer in PEERS]
+    kinds = [(what, peer, size) for what in ("experts", "layer") for size in (256, 128) for peer in PEERS]
+    rows = [compare(*kind, rounds) for kind in kinds]
     print(f"{'peer':42}{'expert size':>12}{'difference':>12}{'ours':>12}{'theirs':>12}{'ratio':>8}")
     for r in rows:
         times = r.get("refused") or f"{r['ms']:>9} ms{r['peer_ms']:>9} ms{r['ratio']:>7}x"
