@@ -4,9 +4,11 @@ import pytest
 import torch
 
 from evolve import generate
+from evolve.attention_residuals import AttnResDecoder
 from evolve.decoder import Decoder
 from evolve.deltanet import DeltaNet
 from evolve.lab import accounting, small, tasks
+from evolve.moe import LatentMoE
 
 RECURRENT = [name for name in small.MIXERS if name != "softmax_attention"]
 TASK = tasks.AssociativeRecall(num_pairs=3, num_keys=6, num_values=6, batch_size=3)
@@ -160,6 +162,31 @@ def test_padding_in_the_cache_is_remembered_and_eps_reaches_every_norm():
     assert {other.norm.eps, layer.input_layernorm.eps, layer.post_attention_layernorm.eps} == {1e-2}
 
 
+def moe(hidden_size: int) -> LatentMoE:
+    return LatentMoE(hidden_size, num_experts=4, top_k=2, expert_size=4, latent_size=4, num_shared_experts=1)
+
+
+def with_networks(networks: list, kind: type[Decoder] = Decoder, **options) -> Decoder:
+    torch.manual_seed(0)
+    mixers = [DeltaNet(8, 1, 4) for _ in range(2)]
+    return kind(mixers, **SIZES, **options, feed_forwards=networks)
+
+
+def test_layers_take_other_networks_under_their_own_name():
+    net = with_networks([None, moe(8)])
+    assert hasattr(net.layers[0], "mlp")
+    assert net.layers[1].feed_forward is net.layers[1].block_sparse_moe
+    assert not hasattr(net.layers[1], "mlp")
+    x, layer = torch.randn(1, 3, 8), net.layers[1]
+    read = x + layer.self_attn(layer.input_layernorm(x))
+    assert torch.equal(layer(x), read + layer.block_sparse_moe(layer.post_attention_layernorm(read)))
+    ids = torch.tensor([[0, 1, 2, 3, 1]])
+    plain, fast = (with_networks([None, moe(8)], AttnResDecoder, block_size=3, two_phase=p) for p in (0, 1))
+    fast.load_state_dict(plain.state_dict())
+    torch.testing.assert_close(plain(ids), fast(ids), atol=1e-5, rtol=0)
+    assert not torch.allclose(plain(ids), with_networks([None, None], AttnResDecoder, block_size=3)(ids))
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -167,6 +194,10 @@ def test_padding_in_the_cache_is_remembered_and_eps_reaches_every_norm():
         (lambda: Decoder([DeltaNet(16, 1, 4)], **SIZES), "mixers must have hidden_size = 8, got"),
         (lambda: Decoder([DeltaNet(8, 1, 4)] * 2, **SIZES), "mixers must be different modules"),
         (lambda: Decoder([DeltaNet(8, 1, 4)], **SIZES, norm_eps=-1.0), "norm_eps must be a positive number"),
+        (lambda: with_networks([]), "feed_forwards must be 2, one a layer, got 0"),
+        (lambda: with_networks([None, "b"]), r"feed_forwards must be modules, got \['str'\]"),
+        (lambda: with_networks([moe(4), None]), r"feed_forwards must have hidden_size = 8, got \[4, 8\]"),
+        (lambda: with_networks(2 * [moe(8)]), "feed_forwards must be different modules, got one twice"),
         (lambda: model("kda", hidden_size=-4), "hidden_size must be an integer >= 1, got -4"),
         (lambda: model("kda", num_layers=0), "num_layers must be an integer >= 1, got 0"),
         (lambda: model("kda", head_dim=0), "head_dim must be an integer >= 1, got 0"),

@@ -13,11 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from evolve.lab.depth import deep_model
 from evolve.lab.seeds import generator
 from evolve.lab.tasks import Batch
 from evolve.lab.training import Run, TrainingConfig, _optimizer, _step, learning_rate, train
+from evolve.moe import LatentMoE
+from evolve.short_conv import ShortConvolution
 
 CONFIG = TrainingConfig(steps=12, warm_up=3, eval_every=5, save_every=1)
 
@@ -75,6 +78,15 @@ def test_the_same_seed_gives_the_same_numbers_and_the_global_state_stays():
     assert torch.equal(torch.random.get_rng_state(), before)
     assert same(a, b, first, second)
     assert a.loss != c.loss
+
+
+def test_stacked_experts_decay_like_matrices_and_a_routers_bias_is_left_alone():
+    net = nn.ModuleList([LatentMoE(8, num_experts=4, top_k=2, expert_size=4), ShortConvolution(8)])
+    decayed, kept = (group["params"] for group in _optimizer(net, TrainingConfig(steps=1)).param_groups)
+    moe, conv = net
+    matrices = [moe.gate.weight, *moe.experts.parameters()]
+    assert {id(p) for p in decayed} == {id(p) for p in matrices}
+    assert [id(p) for p in kept] == [id(conv.weight)]
 
 
 def test_one_step_is_adamw_by_hand():

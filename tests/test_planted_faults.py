@@ -17,7 +17,14 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-FRESH = ("evolve", "tests.rule_cases", "tests.oracles", "tests.test_memory")
+FRESH = (
+    "evolve",
+    "tests.rule_cases",
+    "tests.oracles",
+    "tests.test_memory",
+    "tests.test_moe",
+    "tests.test_balancing",
+)
 
 
 class Planter(importlib.abc.MetaPathFinder, importlib.machinery.SourceFileLoader):
@@ -77,6 +84,16 @@ def layers(test: str, *args) -> Sentinel:
     return lambda: getattr(importlib.import_module("tests.test_memory_layers"), test)(*args)
 
 
+def experts(test: str, *args) -> Sentinel:
+    """A test of the mixture of experts."""
+    return lambda: getattr(importlib.import_module("tests.test_moe"), test)(*args)
+
+
+def balancing(test: str, *args) -> Sentinel:
+    """A test of the balancing rules."""
+    return lambda: getattr(importlib.import_module("tests.test_balancing"), test)(*args)
+
+
 CASE = {"steps": "3C-1", "B": 1, "heads": (2, 4), "K": 12, "C": 16, "gate": "mixed", "beta": "uniform"}
 
 
@@ -98,6 +115,9 @@ class Fault:
 
 
 READ = 'torch.einsum("bhkv,bhk->bhv", S, k)'
+BY_HAND = experts("test_a_layer_is_the_formula_token_by_token", {"scaling": 2.0})
+OFFICIAL = experts("test_equals_the_official_codes_feed_forward_networks")
+QUANTILE = balancing("test_quantile_is_its_definition", 100, 8, 2)
 RUNNING_SUMS = "(g.cumsum(-1)[..., :, None] - g.cumsum(-1)[..., None, :])"
 FAULTS = [
     # the definitions
@@ -299,6 +319,59 @@ FAULTS = [
         '"b_proj": b, "a_proj": a',
         '"b_proj": a, "a_proj": b',
         layers("test_gated_deltanet_equals_qwen3_next", 7, 2, 6),
+    ),
+    # experts and their balance
+    Fault("router's bias in the weights", "moe", "scores.gather(1", "(scores + bias).gather(1", BY_HAND),
+    Fault(
+        "weights by subtracting the bias",
+        "moe",
+        "scores.gather(1, indices)",
+        "(scores + bias).gather(1, indices) - bias[indices]",
+        experts("test_the_bias_chooses_and_never_weighs"),
+    ),
+    Fault("bias left out of the choice", "moe", "(scores + bias).topk", "scores.topk", BY_HAND),
+    Fault("weights not scaled", "moe", "weights * scaling", "weights", BY_HAND),
+    Fault("sigmoid of g/β", "moe", "torch.sigmoid(g)", "torch.sigmoid(g / beta)", OFFICIAL),
+    Fault("no latent norm", "moe", "self.routed_expert_norm(u)", "u", OFFICIAL),
+    Fault(
+        "latent norm before the sum",
+        "moe",
+        "routing.weights[..., None] * at_least_float32(y)",
+        "routing.weights[..., None] * F.rms_norm(at_least_float32(y), y.shape[-1:])",
+        OFFICIAL,
+    ),
+    Fault("gate and up swapped", "moe", "w1, w3 = gate_up", "w3, w1 = gate_up", OFFICIAL),
+    Fault("rows of other tokens", "moe", "order // k", "order % len(x)", BY_HAND),
+    Fault("results not put back in order", "moe", "order.argsort()", "order", BY_HAND),
+    Fault(
+        "router in half precision",
+        "moe",
+        "F.linear(at_least_float32(x), at_least_float32(self.weight))",
+        "F.linear(x, self.weight).float()",
+        experts("test_the_router_is_exact_in_half_precision_and_under_autocast"),
+    ),
+    Fault("last choice for the cutoff", "balancing", ".topk(top_k + 1", ".topk(top_k", QUANTILE),
+    Fault("quantile from the other end", "balancing", "(m - 1) * k / E", "(m - 1) * (E - k) / E", QUANTILE),
+    Fault(
+        "bias not centred",
+        "balancing",
+        "lerp(lacking[min(below + 1, m - 1)], place - below)",
+        "lerp(lacking[min(below + 1, m - 1)], place - below) + 1; return new",
+        QUANTILE,
+    ),
+    Fault(
+        "sign turned round",
+        "balancing",
+        "counts.double().mean() - counts",
+        "counts - counts.double().mean()",
+        balancing("test_the_sign_rule_moves_by_its_rate_towards_the_mean"),
+    ),
+    Fault(
+        "histogram forgets the bins before",
+        "balancing",
+        "(share - before)",
+        "share",
+        balancing("test_histogram_is_right_to_a_bins_width", 4096, 64, 4, 1000),
     ),
 ]
 

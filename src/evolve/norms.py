@@ -14,7 +14,7 @@ Activation = Literal["sigmoid", "silu"]
 
 def at_least_float32(x: Tensor) -> Tensor:
     """x in float32, or unchanged where it is float64 already."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return x if x.dtype == torch.float64 else x.float()
 
 
 def rms_norm(x: Tensor, eps: float) -> Tensor:

@@ -42,7 +42,8 @@ def short_conv(
         T, dtype = u.shape[1], u.dtype
         u = torch.cat([history.to(dtype), u], dim=1)  # row t + W − 1 is token t
         w = at_least_float32(weight)[:, 0]
-        y = sum(w[:, j] * u[:, j : j + T] for j in range(W))
+        one_token = T == 1  # then one product does instead of W
+        y = (w.mT * u).sum(1, keepdim=True) if one_token else sum(w[:, j] * u[:, j : j + T] for j in range(W))
         return F.silu(y).to(dtype), u[:, T:].clone()  # a view would keep all of u alive in a cache
 
     return per_sequence(form, (u,), history, cu_seqlens)
