@@ -502,3 +502,16 @@ def test_equals_transformers_kimi_linear_with_folders_both_ways(q_lora_rank, tmp
     options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     tokens = theirs.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=12, **options)
     assert torch.equal(generate(net, prompt, 12), tokens)
+
+
+def test_a_tensor_that_comes_under_two_names_is_refused(tmp_path):
+    model(dtype=torch.float32).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    for twice in ("norm.weight", "model.layers.0.block_sparse_moe.gate_proj.weight"):
+        other = "model.norm.weight" if twice == "norm.weight" else "model.layers.0.mlp.gate_proj.weight"
+        save_file(tensors | {twice: tensors[other].clone()}, file)
+        with pytest.raises(
+            ValueError, match=r"the weights hold .* twice, once as .* in .*model\.safetensors"
+        ):
+            Hybrid.from_pretrained(tmp_path)

@@ -283,8 +283,11 @@ def test_flops_follow_the_activated_parameters():
         ({"num_experts": 0}, "num_experts must be an integer >= 1 and <= 1048576, got 0"),
         ({"num_experts_per_token": 7}, "top_k must be at most the 6 experts, got 7"),
         ({"moe_intermediate_size": 0}, "moe_intermediate_size must be an integer >= 1 and <= 1048576, got 0"),
-        ({"first_k_dense_replace": -1}, "first_k_dense_replace must be an integer >= 0, got -1"),
-        ({"num_shared_experts": None}, "num_shared_experts must be an integer >= 0, got None"),
+        (
+            {"first_k_dense_replace": -1},
+            "first_k_dense_replace must be an integer >= 0 and <= 1048576, got -1",
+        ),
+        ({"num_shared_experts": None}, "num_shared_experts must be an integer >= 0 and <= 1048576, got None"),
         ({"routed_scaling_factor": float("inf")}, "routed_scaling_factor must be positive and finite"),
     ],
 )

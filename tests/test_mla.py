@@ -7,6 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from evolve.cache import Cache
 from evolve.mla import MultiHeadLatentAttention, absorbed_mla, expanded_mla
@@ -286,3 +288,22 @@ def test_any_finite_scale_will_do_in_both_forms(scale):
     expanded = expanded_mla(q, latent, kv_b, scale=scale)
     assert not expanded.isnan().any()
     torch.testing.assert_close(absorbed_mla(q, latent, kv_b, scale=scale), expanded, atol=1e-6, rtol=0)
+
+
+def test_narrow_values_never_make_all_weights_at_once():
+    """PyTorch's fused kernel on a CPU refuses values narrower than keys: they are padded for it."""
+
+    class Largest(TorchDispatchMode):
+        numbers = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            tensors = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
+            self.numbers = max([self.numbers, *(t.numel() for t in tensors)])
+            return result
+
+    T, H = 500, 2
+    q, latent, kv_b = torch.randn(1, T, H, 12), torch.randn(1, T, 8), torch.randn(H * (8 + 6), 4)
+    with Largest() as largest:
+        expanded_mla(q, latent, kv_b)
+    assert largest.numbers < T * T

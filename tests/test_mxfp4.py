@@ -68,10 +68,16 @@ def test_what_is_unpacked_packs_to_the_same_numbers(dtype):
     assert torch.equal(mxfp4.unpack(*mxfp4.pack(w), dtype=dtype), w)
 
 
+@pytest.mark.parametrize("flush", [False, True])
 @pytest.mark.parametrize("size", [0.0, 2.0**-140, 2.0**-126, 1.0, 3e38])
-def test_extreme_blocks(size):
+def test_extreme_blocks(size, flush):
+    """Training flushes denormal numbers to zero, for the whole process: the smallest scales are such."""
     w = torch.full((32,), size)
-    again = mxfp4.unpack(*mxfp4.pack(w), dtype=torch.float64)
+    torch.set_flush_denormal(flush)
+    try:
+        again = mxfp4.unpack(*mxfp4.pack(w), dtype=torch.float64)
+    finally:
+        torch.set_flush_denormal(False)
     if size < 2.0**-128:  # half of the smallest code at the smallest scale
         assert not again.any()
     else:

@@ -64,7 +64,10 @@ def softmax_attention(
     if by_hand:
         o = attention_by_hand(q, k, v, scale, visible_keys(T, S, causal, key_mask, q.device))
     else:
-        o = _fused_attention(q, k, v, scale, causal, key_mask)
+        # The CPU's fused kernel wants values as wide as keys; without it PyTorch would hold all the weights.
+        missing = max(K - v.shape[-1], 0) if v.device.type == "cpu" else 0
+        o = _fused_attention(q, k, F.pad(v, (0, missing)), scale, causal, key_mask)
+        o = o[..., : v.shape[-1]]
     return o.reshape(B, T, HV, V)
 
 

@@ -159,9 +159,8 @@ def own_names(listed: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
         own = re.sub(r"\.block_sparse_moe\.((gate|up|down)_proj\.)", r".mlp.\1", name.removeprefix("model."))
         if own.endswith("A_log") and t.shape[:2] == (1, 1) and t.shape[3:] == (1,):
             t = dataclasses.replace(t, shape=t.shape[2:3])
+        require(own not in named, f"the weights hold {own} twice, once as {name} in {t.file}")
         named[own] = t
-    twice = [name for name in named if name in listed and f"model.{name}" in listed]
-    require(not twice, f"the weights hold {twice[:3]} with and without the prefix 'model.'")
     return named
 
 

@@ -50,10 +50,11 @@ def pack(w: Tensor) -> tuple[Tensor, Tensor]:
     fits = w.ndim >= 1 and w.shape[-1] % BLOCK == 0
     require(fits, f"w must be [..., I] with I a multiple of {BLOCK}, got {list(w.shape)}")
     require(bool(w.isfinite().all()), "w must be finite: a block with nan or inf has no scale")
-    blocks = w.detach().to(torch.promote_types(w.dtype, torch.float32)).unflatten(-1, (-1, BLOCK))
+    # In float64, where no scale is a denormal number: a process that trains flushes those to zero.
+    blocks = w.detach().double().unflatten(-1, (-1, BLOCK))
     exponent = torch.frexp(blocks.abs().amax(-1)).exponent - 1 - LARGEST_EXPONENT  # frexp's mantissa: [½, 1)
     scale = (exponent + 127).clamp(0, NOT_A_NUMBER - 1).to(torch.uint8)
-    codes = _nearest_codes(blocks / _scale_values(w.device)[scale.long(), None].to(blocks.dtype))
+    codes = _nearest_codes(blocks / _scale_values(w.device)[scale.long(), None])
     low, high = codes.flatten(-2).unflatten(-1, (-1, 2)).unbind(-1)
     return low | high << 4, scale
 
