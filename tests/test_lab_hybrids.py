@@ -9,7 +9,16 @@ from benchmarks import hybrids
 from evolve.kda import KimiDeltaAttention
 from evolve.lab import stored
 from evolve.lab.accounting import parameters
-from evolve.lab.hybrids import ConvMLA, ShortAndLong, recalled, small_hybrid, whole_numbers
+from evolve.lab.hybrids import (
+    ConvMLA,
+    ShortAndLong,
+    cut_to,
+    latent_tables,
+    recalled,
+    silenced,
+    small_hybrid,
+    whole_numbers,
+)
 from evolve.lab.tasks import AssociativeRecall, accuracy
 from evolve.lab.training import TrainingConfig
 from evolve.mla import MultiHeadLatentAttention
@@ -109,3 +118,37 @@ def test_the_stored_runs_are_those_of_the_script():
 def test_the_first_steps_of_a_stored_run_come_out_again(run):
     assert len(run.run.loss) == run.run.config.steps
     assert run.repeat(4)[1].loss == pytest.approx(run.run.loss[:4], rel=1e-3)
+
+
+def test_a_silenced_layer_adds_nothing_and_comes_back():
+    model, ids = small_hybrid("km", vocab_size=9, hidden_size=16).double(), TASK(0).input_ids % 9
+    before = model(ids)
+    with silenced(model, MultiHeadLatentAttention):
+        quiet = model(ids)
+    with torch.no_grad():
+        model.layers[1].self_attn.o_proj.weight.zero_()
+    assert torch.equal(quiet, model(ids))
+    assert (quiet - before).abs().max() > 1e-3
+    bare, refused = small_hybrid("k", vocab_size=9, hidden_size=16), "MultiHeadLatentAttention, got none"
+    with pytest.raises(ValueError, match=refused), silenced(bare, MultiHeadLatentAttention):
+        pass
+
+
+def test_keys_and_values_cut_to_all_their_directions_are_whole_and_to_none_are_zero():
+    model = small_hybrid("ccm", vocab_size=9, hidden_size=16, shared_dim=0, kv_lora_rank=6).double()
+    ids = TASK(0).input_ids % 9
+    latents, before = latent_tables(model, ids), model(ids)
+    assert [list(c.shape) for c in latents] == [[ids.numel(), 6]] * 3
+    maps = [layer.self_attn.kv_b_proj.weight for layer in model.layers]
+    spaces = [torch.linalg.svd(c @ W.T, full_matrices=False).Vh for c, W in zip(latents, maps)]
+    with cut_to(model, spaces):
+        assert torch.allclose(model(ids), before, atol=1e-10)
+    with cut_to(model, [Vh[:2] for Vh in spaces]):
+        assert all(torch.linalg.matrix_rank(W) == 2 for W in maps)
+    with cut_to(model, [Vh[:0] for Vh in spaces]), silenced(model, MultiHeadLatentAttention):
+        quiet = model(ids)
+    with cut_to(model, [Vh[:0] for Vh in spaces]):
+        assert torch.allclose(model(ids), quiet, atol=1e-12)
+    assert torch.equal(model(ids), before)
+    with pytest.raises(ValueError, match="one for each of 3 MLA layers"), cut_to(model, spaces[:1]):
+        pass

@@ -6,7 +6,8 @@ the other also count as the four places of one *number*, which is found if all f
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -69,6 +70,62 @@ def whole_numbers(right: Tensor) -> float:
     N = right.shape[1]
     require(N % PLACES == 0, f"right must be [B, N] with N a multiple of 4, got {N}")
     return right.unflatten(1, (-1, PLACES)).all(-1).double().mean().item()
+
+
+@contextmanager
+def silenced(model: Decoder, kind: type[nn.Module]) -> Iterator[None]:
+    """Inside the ``with`` every mixer of ``model`` of the class ``kind`` adds nothing to the residual stream.
+
+    Raises ``ValueError`` where the model has no such mixer.
+    """
+    mixers = [layer.self_attn for layer in model.layers if isinstance(layer.self_attn, kind)]
+    require(bool(mixers), f"model must have a mixer of the class {kind.__name__}, got none")
+    hooks = [m.register_forward_hook(lambda _, __, out: torch.zeros_like(out)) for m in mixers]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@torch.no_grad()
+def latent_tables(model: Decoder, input_ids: Tensor) -> list[Tensor]:
+    """The latents c that each MLA layer of ``model`` makes of ``input_ids`` [B, T], lowest first. [B·T, R]"""
+    tables, mixers = [], _mla(model)
+    hooks = [m.kv_a_layernorm.register_forward_hook(lambda _, __, c: tables.append(c)) for m in mixers]
+    try:
+        model(input_ids)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return [c.flatten(0, -2) for c in tables]
+
+
+@contextmanager
+def cut_to(model: Decoder, directions: Sequence[Tensor]) -> Iterator[None]:
+    """Inside the ``with`` keys and values of each MLA layer keep only what lies along its ``directions``.
+
+    directions: for each MLA layer, lowest first, orthonormal rows [r, H·(Kn + V)].
+    """
+    weights = [m.kv_b_proj.weight for m in _mla(model)]
+    require(
+        len(weights) == len(directions),
+        f"directions must be one for each of {len(weights)} MLA layers, got {len(directions)}",
+    )
+    whole = [W.detach().clone() for W in weights]
+    try:
+        with torch.no_grad():
+            for W, Vh in zip(weights, directions):
+                W.copy_(Vh.T @ (Vh @ W))
+        yield
+    finally:
+        with torch.no_grad():
+            for W, before in zip(weights, whole):
+                W.copy_(before)
+
+
+def _mla(model: Decoder) -> list[MultiHeadLatentAttention]:
+    return [b.self_attn for b in model.layers if isinstance(b.self_attn, MultiHeadLatentAttention)]
 
 
 class ConvMLA(MultiHeadLatentAttention):
