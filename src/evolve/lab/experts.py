@@ -36,7 +36,7 @@ LAYERS, WIDTH, EXPERTS, TOP_K, EXPERT_SIZE = 2, 64, 16, 2, 64
 HEADS = {"num_heads": 2, "head_dim": 16, "head_v_dim": 32}
 KINDS = ("dense", "wide", "experts")
 KEPT_EVERY = 10  # steps between two loads that are stored
-SIGN_RATE = 1e-2  # of the sign rule, the best of three
+SIGN_RATE = 3e-3  # of the sign rule, the best of three
 
 
 def no_balance(scores: Tensor, bias: Tensor, top_k: int) -> Tensor:
