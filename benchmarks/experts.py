@@ -68,7 +68,9 @@ def main() -> None:
     with get_context("spawn").Pool(args.jobs) as pool:
         for run in pool.imap(measured, wanted):
             last = (run.second or run.first).validation[-1]
-            print(run.name, run.kind, run.rule, run.first.config.peak, run.sign_rate, run.seed, last, flush=True)
+            print(
+                run.name, run.kind, run.rule, run.first.config.peak, run.sign_rate, run.seed, last, flush=True
+            )
             runs.append(run)
             if args.only is None:
                 stored.write(RESULTS, runs, command=COMMAND)

@@ -61,7 +61,7 @@ def test_loads_are_kept_step_by_step(rule):
 def test_every_byte_has_a_class():
     classes = experts.byte_classes(torch.arange(256))
     assert classes.unique().tolist() == list(range(len(experts.CLASSES)))
-    named = [experts.CLASSES[i] for i in experts.byte_classes(encode("aZ7_ \n)\"+")[0])]
+    named = [experts.CLASSES[i] for i in experts.byte_classes(encode('aZ7_ \n)"+')[0])]
     assert named == list(experts.CLASSES)
 
 
@@ -98,7 +98,9 @@ def test_the_two_kinds_of_text_are_different_and_held_out():
     assert prose.training.numel() > 300_000
     assert prose.validation.numel() == prose.nbytes // 10
     assert bytes(prose.training[:4000].tolist()).decode().count(" the ") > 10
-    usual = [torch.bincount(c().training.long(), minlength=256).double() for c in (standard_library, documentation)]
+    usual = [
+        torch.bincount(c().training.long(), minlength=256).double() for c in (standard_library, documentation)
+    ]
     one, two = (u / u.sum() for u in usual)
     assert (one - two).abs().sum() > 0.2
 
@@ -115,7 +117,11 @@ def test_the_stored_runs_are_those_of_the_script():
     assert stored.command("experts") == benchmark.COMMAND
     tried = [r for r in RUNS if r.name == "tried"]
     for kind, best in benchmark.BEST.items():
-        loss = {r.first.config.peak: r.first.validation[-1]["code"] for r in tried if r.kind == kind and r.rule != "sign"}
+        loss = {
+            r.first.config.peak: r.first.validation[-1]["code"]
+            for r in tried
+            if r.kind == kind and r.rule != "sign"
+        }
         assert tuple(loss) == benchmark.PEAKS
         assert best == min(loss, key=loss.get)
     peaks = {r.sign_rate: late_peak(r) for r in tried if r.rule == "sign"}
@@ -139,7 +145,9 @@ def test_the_first_steps_of_a_stored_run_come_out_again(run):
     assert (run.second is None) == (run.name == "tried")
     if run.second is not None:
         assert len(run.second.loss) == run.second.config.steps
-        assert run.looks["back"]["nothing"]["code"] == pytest.approx(run.second.validation[-1]["code"], rel=1e-3)
+        assert run.looks["back"]["nothing"]["code"] == pytest.approx(
+            run.second.validation[-1]["code"], rel=1e-3
+        )
 
 
 def test_at_rest_the_second_text_moves_no_bias():
@@ -149,7 +157,10 @@ def test_at_rest_the_second_text_moves_no_bias():
     biases = [layer.feed_forward.gate.e_score_correction_bias.clone() for layer in net.layers]
     assert all(b.any() for b in biases)
     run.learn(net, 1, until=2)
-    assert all(torch.equal(b, layer.feed_forward.gate.e_score_correction_bias) for b, layer in zip(biases, net.layers))
+    assert all(
+        torch.equal(b, layer.feed_forward.gate.e_score_correction_bias)
+        for b, layer in zip(biases, net.layers)
+    )
 
 
 def test_a_look_finds_nothing_changed_where_nothing_is():

@@ -109,8 +109,26 @@ def by_layer(counts: list[Tensor], layers: int = LAYERS) -> Tensor:
 
 # ------------------------------------------------------------------------------------ who takes what
 
-CLASSES = ("lower case", "upper case", "digit", "underscore", "space", "line end", "bracket", "quote", "other")
-_MEMBERS = ("abcdefghijklmnopqrstuvwxyz", "ABCDEFGHIJKLMNOPQRSTUVWXYZ", "0123456789", "_", " ", "\n", "()[]{}")
+CLASSES = (
+    "lower case",
+    "upper case",
+    "digit",
+    "underscore",
+    "space",
+    "line end",
+    "bracket",
+    "quote",
+    "other",
+)
+_MEMBERS = (
+    "abcdefghijklmnopqrstuvwxyz",
+    "ABCDEFGHIJKLMNOPQRSTUVWXYZ",
+    "0123456789",
+    "_",
+    " ",
+    "\n",
+    "()[]{}",
+)
 
 
 def byte_classes(ids: Tensor) -> Tensor:
@@ -190,9 +208,7 @@ class ExpertRun:
         """The model before training."""
         return expert_model(self.kind, seed=self.seed)
 
-    def learn(
-        self, net: Decoder, part: int, until: int | None = None
-    ) -> tuple[Run, list[Tensor]]:
+    def learn(self, net: Decoder, part: int, until: int | None = None) -> tuple[Run, list[Tensor]]:
         """Train ``net`` in place in its first (0: code) or second part (1: prose): the curve, the loads."""
         rule = RULES["none" if part == 1 and self.held else self.rule]
         rule = partial(rule, rate=self.sign_rate) if rule is sign_balance else rule
@@ -269,9 +285,7 @@ def look(before: Decoder, after: Decoder) -> dict:
     classes = [shares(a, groups, len(CLASSES)) for a in old]
     found["classes"] = [[[_digits(x) for x in row] for row in layer.tolist()] for layer in classes]
     other = [routings(m, prose.input_ids) for m in (before, after)]
-    found["apart"] = [
-        [_digits(_distance(a, b)) for a, b in zip(*pair)] for pair in zip((old, new), other)
-    ]
+    found["apart"] = [[_digits(_distance(a, b)) for a, b in zip(*pair)] for pair in zip((old, new), other)]
     return found
 
 

@@ -95,7 +95,9 @@ def documentation() -> Corpus:
     """
     text = "\n".join(topics[name] for name in sorted(topics)).encode()
     held_out = len(text) // 10
-    return Corpus("Python's documentation", *torch.tensor(list(text), dtype=torch.uint8).tensor_split([-held_out]))
+    return Corpus(
+        "Python's documentation", *torch.tensor(list(text), dtype=torch.uint8).tensor_split([-held_out])
+    )
 
 
 @dataclass(frozen=True)
