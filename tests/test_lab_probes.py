@@ -294,6 +294,15 @@ def test_hand_over_7_weights_of_one_token():
             handover.weights_for_a_token(wrong)
 
 
+def test_hand_over_8_bytes_of_the_model():
+    """92 layers of 896 experts with 3 · 3584 · 3072 weights, the rest in bfloat16."""
+    routed = 92 * 896 * 3 * 3584 * 3072
+    assert handover.released_bytes() == 2 * 2_779_484_476_000
+    assert handover.released_bytes(4.25) == 2 * (2_779_484_476_000 - routed) + routed * 17 // 32
+    with pytest.raises(ValueError, match="expert_bits must be"):
+        handover.released_bytes(0)
+
+
 def test_the_stored_scoreboard_is_what_the_probes_measure():
     stored = {row["rung"]: row for row in scoreboard.load()}
     measured = [
@@ -304,6 +313,7 @@ def test_the_stored_scoreboard_is_what_the_probes_measure():
         handover.scoreboard_row(5, "KDA", kda, reset=-5.0, end_decay=LOCAL_DECAY),
         handover.hybrid_row(),
         handover.hybrid_row(7, "Attention Residuals"),
+        handover.hybrid_row(8, "Mixture of experts"),
     ]
     assert len(stored) == len(measured)
     for row in measured:

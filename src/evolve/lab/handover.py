@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from evolve.attention_residuals import AttentionResidual, attention_residual, source_weights
-from evolve.checks import check_count, require
+from evolve.checks import check_count, check_positive, require
 from evolve.decoder import GatedFeedForward
 from evolve.full_attention import GPT2, GPT2Config
 from evolve.kda import KimiDeltaAttention
@@ -106,6 +106,15 @@ def weights_for_a_token(chosen_experts: int = 896) -> int:
             nn.Linear(D, 163_840, bias=False): 1,  # the head
         }
     return sum(count * accounting.parameters(part) for part, count in parts.items())
+
+
+def released_bytes(expert_bits: float = 16.0) -> int:
+    """08 → 09: bytes of a text model of Kimi K3's size whose routed experts have ``expert_bits`` a weight and
+    whose other weights are bfloat16: 16 throughout, or the released 4.25 of MXFP4. Counted on ``meta``."""
+    check_positive("expert_bits", expert_bits)
+    others = weights_for_a_token(0) + 163_840 * 7168  # and the embedding
+    experts = weights_for_a_token(896) - weights_for_a_token(0)
+    return others * 2 + round(experts * expert_bits / 8)
 
 
 def scoreboard_row(

@@ -11,6 +11,7 @@ import os
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import torch
 from torch import Tensor
@@ -85,6 +86,18 @@ def text_file(path: str | os.PathLike, *, validation_share: float = 0.1) -> Corp
     fits = 0 < held_out < len(text)
     require(fits, f"{str(path)!r} has {len(text)} bytes: too few to hold out a share of {validation_share}")
     return Corpus(path.name, text[:-held_out], text[-held_out:])
+
+
+def documentation() -> Corpus:
+    """The topics that Python's ``help()`` explains: English about Python, with examples. A tenth is held out.
+
+    Another kind of text than ``standard_library``, on the same machines. It changes more between versions.
+    """
+    text = "\n".join(topics[name] for name in sorted(topics)).encode()
+    held_out = len(text) // 10
+    return Corpus(
+        "Python's documentation", *torch.tensor(list(text), dtype=torch.uint8).tensor_split([-held_out])
+    )
 
 
 @dataclass(frozen=True)
