@@ -19,7 +19,7 @@ import torch
 
 import evolve.lab
 from evolve.lab import stored
-from evolve.lab.experts import KINDS, RULES, SIGN_RATE, ExpertRun
+from evolve.lab.experts import KINDS, RULES, ExpertRun
 from evolve.lab.training import Run, TrainingConfig
 
 RESULTS = Path(evolve.lab.__file__).parent / "results" / "experts.json"
