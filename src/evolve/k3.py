@@ -22,7 +22,7 @@ from typing import Self
 import torch
 from torch import nn
 
-from evolve import checkpoint, k3_folder, k3_layout, shards
+from evolve import checkpoint, k3_folder, k3_layout, k3_stream, shards
 from evolve.attention_residuals import AttnResDecoder, PseudoQuery
 from evolve.decoder import GatedFeedForward
 from evolve.hybrid import mixer
@@ -40,6 +40,8 @@ class K3(AttnResDecoder):
     Args:
         config: the sizes. two_phase: read finished blocks once for all sites of a block (the same function).
     """
+
+    config_class = K3Config
 
     def __init__(self, config: K3Config, *, two_phase: bool = False) -> None:
         layers = range(1, config.num_hidden_layers + 1)
@@ -88,16 +90,35 @@ class K3(AttnResDecoder):
         here, to parameters that can learn. The vision tower's tensors may be there, and are not loaded.
         Raises ``ValueError`` naming the file and what is wrong with it, all tensors at once.
         """
+        model, listed = cls._checked(path_or_name, dtype, device)
+        shards.fill(model, listed, device)
+        return model if packed else expand_experts(model, model.embed_tokens.weight.dtype)
+
+    @classmethod
+    def streamed(
+        cls, path_or_name: str | os.PathLike, *, dtype: torch.dtype | None = None, device: object = None
+    ) -> Self:
+        """The same model with its weights left in the folder: every part is read when it runs, and let go.
+
+        For forward passes and ``generate`` where the model does not fit (``evolve.k3_stream``); it cannot
+        learn or be saved. Arguments and errors as ``from_pretrained``.
+        """
+        model, listed = cls._checked(path_or_name, dtype, device)
+        return k3_stream.attach(model, listed, device)
+
+    @classmethod
+    def _checked(
+        cls, path_or_name: str | os.PathLike, dtype: torch.dtype | None, device: object
+    ) -> tuple[Self, dict[str, shards.StoredTensor]]:
+        """The model on ``meta`` and where each of its tensors lies, once everything is known to fit."""
         checkpoint.check_target(dtype, device)
         folder = checkpoint.resolve_folder(path_or_name, {})
-        config = K3Config.from_json(folder)
+        config = cls.config_class.from_json(folder)
         listed = k3_folder.list_text(folder, config)
-        dtype = dtype or k3_folder.stored_dtype(listed, config, folder)
-        model = on_meta(config, dtype)
+        model = on_meta(config, dtype or k3_folder.stored_dtype(listed, config, folder))
         shards.check_listing(model.state_dict(), listed, folder)
         k3_folder.check_padding(listed, config)
-        shards.fill(model, listed, device)
-        return model if packed else expand_experts(model, dtype)
+        return model, listed
 
     def save_pretrained(self, dir: str | os.PathLike, *, max_shard_bytes: int | None = None) -> None:
         """Write ``config.json`` and the weights in the released layout: one file, or shards and an index.
@@ -146,3 +167,9 @@ def feed_forward(config: K3Config, layer: int) -> nn.Module:
         scaling=config.routed_scaling_factor,
         norm_eps=config.rms_norm_eps,
     )
+
+
+if __name__ == "__main__":
+    from evolve.k3_audit import main  # it imports this module
+
+    main()

@@ -108,7 +108,7 @@ class K3Config(KimiLinearConfig):
 
     @classmethod
     def sized(cls, name: str, **changes: object) -> Self:
-        """A smaller K3 by its name in ``SIZES``: every mechanism is there, in float32, for ids that are bytes.
+        """A smaller K3 by its name in ``SIZES``: every mechanism, in float32, ids that are bytes.
 
         ``changes`` replace single fields. Raises ``ValueError`` for another name or bad sizes.
         """
