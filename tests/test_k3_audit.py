@@ -1,4 +1,4 @@
-"""The whole of Kimi K3 on ``meta``: every released tensor, parameters, bytes, cache; other sizes by formula."""
+"""Kimi K3 on ``meta``: every released tensor, parameters, bytes, cache; other sizes in closed form."""
 
 import dataclasses
 import os

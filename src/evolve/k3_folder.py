@@ -67,6 +67,8 @@ def check_padding(own: dict[str, StoredTensor], config: K3Config) -> None:
 
 def write(model: nn.Module, folder: str | os.PathLike, max_shard_bytes: int | None) -> None:
     """See ``K3.save_pretrained``."""
+    held = not any(p.is_meta for p in model.parameters())
+    require(held, "the model has no weights to save: it is on the meta device, or streamed from a folder")
     shards.write_shards(folder, saved_config(model), released(model), max_shard_bytes)
 
 

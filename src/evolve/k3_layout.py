@@ -230,8 +230,11 @@ def released_names(tensors: Mapping[str, Tensor], config: "K3Config") -> dict[st
 
 def own_names(listed: dict[str, StoredTensor], config: "K3Config") -> dict[str, StoredTensor]:
     """The text model's part of a listing under this package's names, its decay rates without padding."""
-    text = {n.removeprefix("language_model."): t for n, t in listed.items()}
-    require(len(text) == len(listed), "the weights hold a tensor twice, with and without language_model.")
+    text: dict[str, StoredTensor] = {}
+    for name, t in listed.items():
+        short = name.removeprefix("language_model.")
+        require(short not in text, f"the weights hold {short} twice, once as {name} in {t.file}")
+        text[short] = t
     H, padded = config.linear_num_heads, max(config.linear_head_dim, config.linear_num_heads)
     own = {}
     for name, t in hybrid_layout.own_names(text).items():

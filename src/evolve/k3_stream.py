@@ -3,10 +3,13 @@
 The model stands on ``meta``. Attention and feed-forward network of a layer get their weights from the mapped
 files when they are called, and lose them when they return; an expert's matrices are read when a token has
 chosen it, a row of the embedding when its token comes up. Norms and pseudo-queries, 0.0002 % of the released
-model, are there all the time. Results are those of the model that is loaded whole: the same code runs.
+model, are there all the time. Results are those of the model that is loaded whole, to rounding: the same
+modules run, and only an expert's matrices come one by one instead of in a stack.
 
 Weights that need no cast are used where the file is mapped and take no memory of their own; the system reads
 and drops their pages as it likes. Every token reads the weights anew, so decoding is as slow as the disk.
+(glibc keeps freed blocks below 32 MB for later; with ``MALLOC_TRIM_THRESHOLD_=131072`` in the environment it
+gives them back at once.)
 """
 
 import os
