@@ -84,6 +84,22 @@ def by_hand(net: LatentMoE, x: torch.Tensor) -> torch.Tensor:
     return u
 
 
+def test_matrices_are_taken_from_a_sequence_one_by_one_and_only_where_a_token_chose():
+    """The same numbers as from a stack, and no expert without tokens is asked for."""
+
+    class Watched(list):
+        def __getitem__(self, e):
+            asked.append(e)
+            return super().__getitem__(e)
+
+    x, gate_up, down = torch.randn(7, 8), torch.randn(6, 10, 8), torch.randn(6, 8, 5)
+    routing = Routing(torch.tensor([[1, 4]] * 7), torch.rand(7, 2), torch.rand(7, 6))
+    want, asked = grouped_experts(x, routing, gate_up, down, swiglu), []
+    got = grouped_experts(x, routing, Watched(gate_up), Watched(down), swiglu)
+    torch.testing.assert_close(got, want)
+    assert asked == [1, 4, 1, 4]
+
+
 @layers
 def test_a_layer_is_the_formula_token_by_token(options):
     net, x = layer(**options), torch.randn(2, 7, 8, dtype=torch.float64)

@@ -52,7 +52,7 @@ class HybridConfig:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             x = getattr(self, field.name)
-            if field.type is int or (field.name == "q_lora_rank" and x is not None):
+            if field.type is int or (field.type == int | None and x is not None):
                 check_count(field.name, x, int(field.name not in self.may_be_zero), LARGEST)
                 object.__setattr__(self, field.name, int(x))  # a NumPy integer is none to JSON
             elif field.type is bool:
@@ -83,7 +83,7 @@ class Hybrid(Decoder):
     def __init__(self, config: HybridConfig) -> None:
         layers = range(1, config.num_hidden_layers + 1)
         super().__init__(
-            [_mixer(config, l) for l in layers],
+            [mixer(config, l) for l in layers],
             feed_forwards=[self.feed_forward(config, l) for l in layers],
             vocab_size=config.vocab_size,
             hidden_size=config.hidden_size,
@@ -101,12 +101,7 @@ class Hybrid(Decoder):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Matrices from N(0, initializer_range); convolutions, gates and norms as their modules draw them."""
-        for module in self.modules():
-            if isinstance(module, KimiDeltaAttention):
-                module.reset_parameters()
-        for module in self.modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
-                module.weight.normal_(0.0, self.config.initializer_range)
+        draw_matrices(self, self.config.initializer_range)
 
     @classmethod
     def from_pretrained(
@@ -125,7 +120,7 @@ class Hybrid(Decoder):
         listed = hybrid_layout.own_names(shards.list_tensors(folder))
         hybrid_layout.check_layers(listed, config.num_hidden_layers, folder)
         with torch.device("meta"):
-            expected = {name: t.shape for name, t in cls(config).state_dict().items()}
+            expected = cls(config).state_dict()
         shards.check_listing(expected, listed, folder)
         with torch.device("meta"), shards.default_dtype(dtype or listed["embed_tokens.weight"].dtype):
             model = cls(config)
@@ -137,7 +132,17 @@ class Hybrid(Decoder):
         shards.write_shards(dir, hybrid_layout.released_config(self.config), tensors, max_shard_bytes)
 
 
-def _mixer(config: HybridConfig, layer: int) -> nn.Module:
+def draw_matrices(model: nn.Module, std: float) -> None:
+    """Every Linear and Embedding from N(0, std), after the KDA layers have drawn all that they have."""
+    for module in model.modules():
+        if isinstance(module, KimiDeltaAttention):
+            module.reset_parameters()
+    for module in model.modules():
+        if isinstance(module, nn.Linear | nn.Embedding):
+            module.weight.normal_(0.0, std)
+
+
+def mixer(config: HybridConfig, layer: int) -> nn.Module:
     """MLA in the layers that the configuration lists, counted from 1, and KDA in the others."""
     if layer in config.full_attn_layers:
         return MultiHeadLatentAttention(

@@ -16,7 +16,7 @@ from torch import nn
 
 from evolve.checks import check_positive, require
 from evolve.decoder import swiglu
-from evolve.hybrid import Hybrid, HybridConfig
+from evolve.hybrid import Hybrid, HybridConfig, draw_matrices
 from evolve.moe import Experts, LatentMoE, check_top_k
 
 
@@ -79,8 +79,13 @@ class KimiLinear(Hybrid):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Matrices from N(0, initializer_range), experts too; what else there is as its module draws it."""
-        super().reset_parameters()
-        for module in self.modules():
-            if isinstance(module, Experts):
-                for stack in module.parameters():
-                    stack.normal_(0.0, self.config.initializer_range)
+        draw_weights(self, self.config.initializer_range)
+
+
+def draw_weights(model: nn.Module, std: float) -> None:
+    """What ``draw_matrices`` draws, and every routed expert from N(0, std)."""
+    draw_matrices(model, std)
+    for module in model.modules():
+        if isinstance(module, Experts):
+            for stack in module.parameters():
+                stack.normal_(0.0, std)

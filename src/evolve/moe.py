@@ -17,7 +17,7 @@ Shapes: x [N, D]; scores s [N, E]; indices, weights [N, k]; gate_up [E, 2F, D], 
 W_up; down [E, D, F]; u [N, D]. N tokens, k experts a token, D the width that the experts read.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -149,33 +149,42 @@ def loop_experts(
 
 
 def grouped_experts(
-    x: Tensor, routing: Routing, gate_up: Tensor, down: Tensor, activation: Activation
+    x: Tensor,
+    routing: Routing,
+    gate_up: Tensor | Sequence[Tensor],
+    down: Tensor | Sequence[Tensor],
+    activation: Activation,
 ) -> Tensor:
     """The same function. Choices are sorted by expert: each expert's tokens lie together, and one grouped
-    product runs all experts. An expert without tokens gets a gradient of zero."""
+    product runs all experts. An expert without tokens gets a gradient of zero.
+
+    The matrices may come in any sequence of E instead of a stack: then they are taken from it one by one,
+    each when it is multiplied by, and those of experts without tokens never.
+    """
     N, k = routing.indices.shape
     expert, order = routing.indices.flatten().sort(stable=True)
     ends = torch.searchsorted(expert, torch.arange(len(gate_up), device=x.device), right=True, out_int32=True)
     rows = x.index_select(0, order // k)
     gate, up = expert_products(rows, gate_up, ends).chunk(2, dim=-1)
     y = expert_products(activation(gate, up), down, ends)
-    y = y.index_select(0, order.argsort()).view(N, k, down.shape[1])  # back to the order of the tokens
+    y = y.index_select(0, order.argsort()).view(N, k, y.shape[1])  # back to the order of the tokens
     return (routing.weights[..., None] * at_least_float32(y)).sum(1)
 
 
-def expert_products(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+def expert_products(rows: Tensor, weight: Tensor | Sequence[Tensor], ends: Tensor) -> Tensor:
     """Each expert's matrix times its own rows: [S, n_in], [E, n_out, n_in] -> [S, n_out].
 
     ``ends`` [E] (int32): where each expert's rows end.
     """
     if rows.is_meta or not len(rows):  # any expert's matrix has the shape (and gives all the zero gradient)
         return rows @ weight[0].mT
-    if _grouped_product_fits(rows, weight):
+    stacked = isinstance(weight, Tensor)
+    if stacked and _grouped_product_fits(rows, weight):
         return F.grouped_mm(rows, weight.mT, offs=ends)
     counts = ends.diff(prepend=ends.new_zeros(1)).tolist()
     chosen = [e for e, n in enumerate(counts) if n]
     # The gradient of weight[e] is as large as all experts; unbind has one for all of them.
-    matrices = weight.unbind() if torch.is_grad_enabled() and weight.requires_grad else weight
+    matrices = weight.unbind() if stacked and torch.is_grad_enabled() and weight.requires_grad else weight
     parts = rows.split([counts[e] for e in chosen])
     return torch.cat([part @ matrices[e].mT for e, part in zip(chosen, parts)])
 

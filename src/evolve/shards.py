@@ -87,18 +87,21 @@ def _header(file: Path) -> list[StoredTensor]:
         raise ValueError(f"{file} is not a complete safetensors file: {error}") from error
 
 
-def check_listing(
-    expected: Mapping[str, tuple[int, ...]], listed: Mapping[str, StoredTensor], source: Path
-) -> None:
-    """Names, shapes and kinds must be the expected ones; every difference is reported at once."""
+def check_listing(expected: Mapping[str, Tensor], listed: Mapping[str, StoredTensor], source: Path) -> None:
+    """Names, shapes and kinds must be those of the model's tensors; every difference is reported at once.
+
+    A kind is floating point of any width, or exactly what the model has.
+    """
     shared = [name for name in expected if name in listed]
-    shapes = {name: (list(listed[name].shape), list(expected[name])) for name in shared}
+    shapes = {name: (list(listed[name].shape), list(expected[name].shape)) for name in shared}
+    is_float = {name: expected[name].is_floating_point() for name in shared}
     floats = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
     problems = {
         "missing": [name for name in expected if name not in listed],
         "unexpected": [name for name in listed if name not in expected],
         "wrong shape": [f"{n} is {got}, expected {want}" for n, (got, want) in shapes.items() if got != want],
-        "not float": [name for name in shared if listed[name].dtype not in floats],
+        "not float": [n for n in shared if is_float[n] and listed[n].dtype not in floats],
+        "not whole": [n for n in shared if not is_float[n] and listed[n].dtype != expected[n].dtype],
     }
     report = "; ".join(f"{what}: {some(names)}" for what, names in problems.items() if names)
     require(not report, f"the weights in {source} do not fit the configuration: {report}")

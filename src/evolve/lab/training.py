@@ -12,7 +12,6 @@ import json
 import math
 import os
 import platform
-import sys
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -26,6 +25,7 @@ from evolve.checkpoint import replacing
 from evolve.checks import check_count, require
 from evolve.lab.seeds import generator, seed_everything
 from evolve.lab.tasks import Batch
+from evolve.progress import progress
 
 __all__ = ["Run", "TrainingConfig", "learning_rate", "seed_everything", "train"]
 
@@ -137,7 +137,7 @@ def train(
     run, identity = Run(config), _identity(model, batches, config)
     file = None if checkpoint is None else Path(checkpoint)
     require(file is None or file.parent.is_dir(), f"checkpoint must lie in an existing folder, got {file}")
-    with torch.random.fork_rng(), _progress(last, label) as bar:
+    with torch.random.fork_rng(), progress(last, label) as bar:
         if file is not None and file.exists():
             _resume(file, identity, model, optimizer, run, last)
         bar.update(len(run.loss))
@@ -262,36 +262,3 @@ def _resume(
     require(len(loss) <= last, f"until must be at least the {len(loss)} steps of {file}, got {last}")
     model.load_state_dict(state["model"])
     run.loss, run.validation = loss, validation
-
-
-# ----------------------------------------------------------------------------------------- progress
-
-
-class _NoBar:
-    """Stands in for a progress bar where nobody watches."""
-
-    def __enter__(self) -> "_NoBar":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def update(self, _: int) -> None:
-        pass
-
-    def set_postfix_str(self, *_: object, **__: object) -> None:
-        pass
-
-
-def _progress(steps: int, label: str):
-    """A bar in terminals and live notebooks; ``EVOLVE_PROGRESS=0`` switches it off, for stored outputs."""
-    ipython = sys.modules.get("IPython")
-    live = ipython is not None and hasattr(ipython.get_ipython(), "kernel")
-    watched = live or sys.stderr.isatty()
-    if os.environ.get("EVOLVE_PROGRESS") == "0" or not watched:
-        return _NoBar()
-    try:
-        from tqdm.auto import tqdm
-    except ImportError:  # the bar is a comfort, not a need
-        return _NoBar()
-    return tqdm(total=steps, desc=label, leave=False)
