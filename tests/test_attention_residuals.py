@@ -10,9 +10,11 @@ from evolve.attention_residuals import (
     AttentionResidual,
     AttnResDecoder,
     DepthMemory,
+    PseudoQuery,
     add_source,
     attention_residual,
     read_sources,
+    source_weights,
 )
 from evolve.deltanet import DeltaNet
 from evolve.kda import KimiDeltaAttention
@@ -211,6 +213,13 @@ def test_names_are_the_checkpoints_and_a_site_alone_works():
     same(AttentionResidual(8)(sources), sources.mean(0), 1e-6)
 
 
+def mix(**changes):
+    fits = {"sources": torch.zeros(2, 3, 8), "query": torch.zeros(8), "gain": torch.ones(8), "eps": 1e-5}
+    arguments = fits | changes
+    look = source_weights(arguments.pop("sources"), **arguments)
+    return look, attention_residual(**fits | changes)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -226,6 +235,22 @@ def test_names_are_the_checkpoints_and_a_site_alone_works():
             "sources must be floating point",
         ),
         (lambda: model(1, 0), "block_size must be an integer >= 1, got 0"),
+        (lambda: mix(sources=None), "sources must be a tensor .* or a list of tensors, got NoneType"),
+        (lambda: mix(sources=[torch.zeros(8), torch.zeros(8).double()]), "sources must have one dtype"),
+        (lambda: mix(query=None), "query must be"),
+        (lambda: mix(query=torch.zeros(1, 8)), "query must be"),
+        (lambda: mix(query=torch.zeros(8).long()), "query must be floating point"),
+        (lambda: mix(gain=torch.ones(8).int()), "gain must be floating point"),
+        (lambda: mix(eps=-1), "eps must be finite and >= 0, got -1"),
+        (lambda: mix(eps=float("nan")), "eps must be finite and >= 0, got nan"),
+        (lambda: mix(eps=True), "eps must be finite and >= 0, got True"),
+        (lambda: mix(eps="1"), "eps must be finite and >= 0, got '1'"),
+        (lambda: AttentionResidual(8, eps=None), "eps must be finite and >= 0, got None"),
+        (lambda: AttentionResidual(0), "hidden_size must be an integer >= 1, got 0"),
+        (lambda: PseudoQuery(True), "hidden_size must be an integer >= 1, got True"),
+        (lambda: DepthMemory(torch.zeros(8), 0), "block_size must be an integer >= 1, got 0"),
+        (lambda: DepthMemory(None, 2), "embedding must be"),
+        (lambda: model(1, 1, two_phase="no"), "two_phase must be true or false, got 'no'"),
     ],
 )
 def test_bad_input_is_named(call, message):

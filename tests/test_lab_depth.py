@@ -69,6 +69,11 @@ def test_the_models_differ_in_their_wiring_alone():
     assert accounting.parameters(full) / accounting.parameters(plain) < 1.01
     with pytest.raises(ValueError, match="model must be a Decoder, got Linear"):
         depth.trace(torch.nn.Linear(2, 2), IDS)
+    seen = depth.trace(depth.deep_model(1, num_layers=1), torch.zeros(1, 4, dtype=torch.long))
+    assert [len(seen.shares(j)) for j in range(3)] == [3, 2, 1]
+    for j in (-1, 3, True):
+        with pytest.raises(ValueError, match=f"j must be an output's index, 0 to 2, got {j}"):
+            seen.shares(j)
 
 
 RUNS = depth.load_runs()

@@ -17,6 +17,7 @@ of the present one. ``block_size = 1`` is the full form. (Kimi K3 counts 12 deco
 Shapes: v, sources [M, ..., D]; h [..., D]; query w, gain γ [D]; M sources, S sites.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from evolve.cache import Cache, LayerCache
-from evolve.checks import check_count, check_float, check_shape, require
+from evolve.checks import check_count, check_flag, check_float, check_shape, require
 from evolve.decoder import Decoder, DecoderLayer
 from evolve.norms import RMSNorm, at_least_float32
 
@@ -38,8 +39,7 @@ def attention_residual(
     Returns: [..., D] in the sources' dtype; computed in float32 at least.
     Raises: ValueError on no source or shapes that do not fit.
     """
-    sources = list(sources)
-    _check_sites(sources, query[None] if query.ndim == 1 else query, gain)
+    sources = _checked(sources, query, gain, eps)
     read = read_sources(sources, (query * gain)[None], eps)
     return (read.o[0] / read.l[0, ..., None]).to(sources[0].dtype)
 
@@ -51,8 +51,7 @@ def source_weights(
 
     Arguments and errors as ``attention_residual``.
     """
-    sources = list(sources)
-    _check_sites(sources, query[None] if query.ndim == 1 else query, gain)
+    sources = _checked(sources, query, gain, eps)
     scores = [_scores(at_least_float32(v), (query * gain)[None], eps)[0] for v in sources]
     return torch.stack(scores).softmax(0)
 
@@ -91,20 +90,35 @@ def add_source(read: Read, v: Tensor, folded: Tensor, eps: float) -> Read:
 
 
 def _scores(v: Tensor, folded: Tensor, eps: float) -> Tensor:
-    """s = γ·w·v / sqrt(mean v² + eps), [S, ...], for one source v [..., D]."""
+    """s = γ·w·v / sqrt(mean v² + eps), [S, ...], for one source v [..., D].
+
+    In float32 the squares of numbers above about 1.8e19 overflow: such a source gets a key of zeros.
+    """
     inverse_size = (v.square().mean(-1) + eps).rsqrt()
     return torch.einsum("...d,sd->s...", v, folded.to(v.dtype)) * inverse_size
 
 
-def _check_sites(sources: list[Tensor], queries: Tensor, gain: Tensor) -> None:
+def _checked(sources: Tensor | Sequence[Tensor], query: Tensor, gain: Tensor, eps: float) -> list[Tensor]:
+    """The sources as a list, if they, a site's parameters and eps fit each other."""
+    given = isinstance(sources, Tensor | list | tuple)
+    require(given, f"sources must be a tensor [M, ..., D] or a list of tensors, got {type(sources).__name__}")
+    sources = list(sources)
     require(len(sources) > 0, "sources must hold at least one tensor, got none")
     for v in sources:
         check_float("sources", v)
         fits = v.ndim >= 1 and v.shape == sources[0].shape
         require(fits, f"sources must have one shape [..., D], got {[list(v.shape) for v in sources]}")
-    D = sources[0].shape[-1]
-    check_shape("query", queries[0] if queries.shape[:1] == (1,) else queries, D=D)
-    check_shape("gain", gain, D=D)
+        require(v.dtype == sources[0].dtype, f"sources must have one dtype, got {[v.dtype for v in sources]}")
+    for name, x in (("query", query), ("gain", gain)):
+        check_float(name, x)
+        check_shape(name, x, D=sources[0].shape[-1])
+    _check_eps(eps)
+    return sources
+
+
+def _check_eps(eps: float) -> None:
+    fits = isinstance(eps, int | float) and not isinstance(eps, bool) and 0 <= eps < math.inf
+    require(fits, f"eps must be finite and >= 0, got {eps!r}")
 
 
 class DepthMemory:
@@ -115,6 +129,8 @@ class DepthMemory:
     """
 
     def __init__(self, embedding: Tensor, block_size: int) -> None:
+        check_float("embedding", embedding)
+        check_count("block_size", block_size)
         self.block_size = block_size
         self.blocks: list[Tensor] = []
         self.partial: Tensor | None = embedding
@@ -136,6 +152,7 @@ class PseudoQuery(nn.Linear):
     """w of one site as the checkpoints keep it, [1, D]; zero at first: stability requires it."""
 
     def __init__(self, hidden_size: int) -> None:
+        check_count("hidden_size", hidden_size)
         super().__init__(hidden_size, 1, bias=False)
 
     def reset_parameters(self) -> None:
@@ -146,6 +163,8 @@ class AttentionResidual(nn.Module):
     """One site: its pseudo-query and the gain of its keys. sources [M, ..., D] -> [..., D]."""
 
     def __init__(self, hidden_size: int, *, eps: float = 1e-5) -> None:
+        check_count("hidden_size", hidden_size)
+        _check_eps(eps)
         super().__init__()
         add_site(self, "res", hidden_size, eps)
 
@@ -204,6 +223,7 @@ class AttnResDecoder(Decoder):
         feed_forwards: Sequence[nn.Module | None] | None = None,
     ) -> None:
         check_count("block_size", block_size)
+        check_flag("two_phase", two_phase)
         super().__init__(
             mixers,
             vocab_size=vocab_size,
