@@ -181,7 +181,9 @@ def test_layers_take_other_networks_under_their_own_name():
     read = x + layer.self_attn(layer.input_layernorm(x))
     assert torch.equal(layer(x), read + layer.block_sparse_moe(layer.post_attention_layernorm(read)))
     ids = torch.tensor([[0, 1, 2, 3, 1]])
-    plain, fast = (with_networks([None, moe(8)], AttnResDecoder, block_size=3, two_phase=p) for p in (0, 1))
+    plain, fast = (
+        with_networks([None, moe(8)], AttnResDecoder, block_size=3, two_phase=p) for p in (False, True)
+    )
     fast.load_state_dict(plain.state_dict())
     torch.testing.assert_close(plain(ids), fast(ids), atol=1e-5, rtol=0)
     assert not torch.allclose(plain(ids), with_networks([None, None], AttnResDecoder, block_size=3)(ids))
