@@ -235,10 +235,20 @@ def test_a_file_that_is_no_whole_cache_is_refused_by_name(tmp_path):
         {"0.melting.state": tensors["0.fixed.state"].clone()},
         {"0.fixed.state": tensors["0.fixed.state"][:1].contiguous()},
         {"key_mask": tensors["key_mask"][:, :3].contiguous()},
+        {"0.growing.state": torch.zeros(2, 20, 3)},  # a second time, and of the other kind
     ):
         names = {"tensors": sorted(tensors | change)}
         save_file(tensors | change, file, metadata={"evolve.cache": json.dumps(sizes | names)})
         with pytest.raises(ValueError, match=r"cache\.safetensors is not a cache"):
+            Cache.load(file)
+    for claim in ({"num_layers": 10**9}, {"length": 10**30}, {"batch_size": -1}):
+        names = {"tensors": ["0.fixed.x"]}
+        save_file(
+            {"0.fixed.x": torch.zeros(2, 1)},
+            file,
+            metadata={"evolve.cache": json.dumps(sizes | names | claim)},
+        )
+        with pytest.raises(ValueError, match=f"is not a cache.*{next(iter(claim))} must be"):
             Cache.load(file)
     save_file(tensors, file)
     with pytest.raises(ValueError, match="is not a cache"):

@@ -18,6 +18,9 @@ from torch import Tensor
 from evolve.checkpoint import check_target, replacing
 from evolve.checks import check_count, check_float, check_shape, require
 
+MOST_LAYERS = 2**16  # and the largest length: what a file claims beyond them is no cache of anything
+LARGEST_LENGTH = 2**63 - 1
+
 
 class LayerCache:
     """The memory of one layer: named tensors, of fixed size or growing along axis 1."""
@@ -176,8 +179,9 @@ class Cache:
                 tensors = {name: file.get_tensor(name).to(device, copy=True) for name in file.keys()}  # noqa: SIM118
             whole = sizes["tensors"] == sorted(tensors)
             require(whole, f"it must hold {sizes['tensors']}, but has {sorted(tensors)}")
+            check_count("num_layers", sizes["num_layers"], 1, MOST_LAYERS)  # before they are made
             cache = cls(sizes["num_layers"], sizes["batch_size"])
-            check_count("length", sizes["length"], 0)
+            check_count("length", sizes["length"], 0, LARGEST_LENGTH)
             cache.length, cache.key_mask = sizes["length"], tensors.pop("key_mask", None)
             for name, t in tensors.items():
                 cache._restore(name, t)
@@ -200,6 +204,8 @@ class Cache:
         layer, kind, entry = name.split(".", 2)
         placed = kind in ("growing", "fixed") and layer in map(str, range(len(self.layers)))
         require(placed, f"{name} has no place in a cache of {len(self.layers)} layers")
+        stored = self.layers[int(layer)].stored()
+        require(entry not in stored, f"{name} must not be stored a second time, as growing and as fixed")
         check_float(name, t)
         lead = [self.batch_size, self.length] if kind == "growing" else [self.batch_size]
         require(list(t.shape[: len(lead)]) == lead, f"{name} must be {lead} and more, got {list(t.shape)}")
