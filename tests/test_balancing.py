@@ -223,7 +223,21 @@ def test_trained_with_balancing_no_expert_is_left_behind():
         ),
         (lambda s, b: expert_load(torch.tensor([8]), 8), r"indices must lie in \[0, 8\)"),
         (lambda s, b: expert_load(torch.tensor([-1]), 8), r"indices must lie in \[0, 8\)"),
+        *(
+            (lambda s, b, counts=counts: bias_from_histogram(torch.tensor(counts), b[:2], 1), message)
+            for counts, message in (
+                ([[5, 5], [0, 1]], "counts must have as many tokens for every expert, got from 1 to 10"),
+                ([[5, -5], [0, 0]], "counts must not be negative, got -5"),
+                ([[5.0], [5.0]], "counts must be int64 or int32, got torch.float32"),
+            )
+        ),
+        (
+            lambda s, b: bias_from_histogram(torch.zeros(8, 0).long(), b, 2),
+            "counts must have at least one bin",
+        ),
         (lambda s, b: expert_load(s, 8), "indices must be integers"),
+        (lambda s, b: expert_load(s > 0.5, 8), "indices must be integers .* got torch.bool"),
+        (lambda s, b: expert_load([0, 1], 8), "indices must be a torch.Tensor, got list"),
         (lambda s, b: expert_load(torch.tensor([0]), 0), "num_experts must be an integer >= 1"),
         (lambda s, b: balanced(nn.Linear(2, 2), quantile_balance).__enter__(), "model must have a router"),
     ],

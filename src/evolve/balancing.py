@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from evolve.checks import check_count, check_float, check_positive, check_shape, require
+from evolve.checks import check_count, check_float, check_positive, check_shape, check_tensor, require
 from evolve.moe import Router, Routing, check_top_k, route
 
 Rule = Callable[[Tensor, Tensor, int], Tensor]  # (scores, bias, top_k) -> bias of the next step
@@ -39,7 +39,9 @@ class Load(NamedTuple):
 def expert_load(indices: Tensor, num_experts: int) -> Load:
     """The load of ``num_experts`` experts under a routing's ``indices`` [..., k]."""
     check_count("num_experts", num_experts)
-    require(not indices.is_floating_point(), f"indices must be integers, got {indices.dtype}")
+    check_tensor("indices", indices)
+    is_int = indices.dtype in (torch.int64, torch.int32)
+    require(is_int, f"indices must be integers (int64 or int32), got {indices.dtype}")
     inside = not indices.numel() or (indices.min() >= 0 and indices.max() < num_experts)
     require(bool(inside), f"indices must lie in [0, {num_experts})")
     counts = torch.bincount(indices.flatten(), minlength=num_experts)
@@ -108,6 +110,7 @@ def bias_from_histogram(counts: Tensor, bias: Tensor, top_k: int) -> Tensor:
     check_shape("bias", bias, E=None)
     check_shape("counts", counts, E=len(bias), bins=None)
     check_top_k(top_k, len(bias))
+    _check_counts(counts)
     until = counts.cumsum(1).double()
     m, (E, bins) = until[0, -1].item(), counts.shape
     if m == 0:
@@ -118,6 +121,16 @@ def bias_from_histogram(counts: Tensor, bias: Tensor, top_k: int) -> Tensor:
     low, width = _bins(bias, bins)
     new = low + width * (at + (share - before) / counts.gather(1, at))[:, 0]
     return (new - new.mean()).to(bias.dtype)
+
+
+def _check_counts(counts: Tensor) -> None:
+    """Every token is in one bin of every expert: a row that lacks some has lost a device's part."""
+    is_int = counts.dtype in (torch.int64, torch.int32)
+    require(is_int, f"counts must be int64 or int32, got {counts.dtype}")
+    require(counts.shape[1] > 0, f"counts must have at least one bin, got {list(counts.shape)}")
+    require(bool((counts >= 0).all()), f"counts must not be negative, got {counts.min().item()}")
+    low, high = counts.sum(1).aminmax()
+    require(bool(low == high), f"counts must have as many tokens for every expert, got from {low} to {high}")
 
 
 def _lacking(scores: Tensor, bias: Tensor, top_k: int) -> Tensor:
