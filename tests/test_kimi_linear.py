@@ -177,6 +177,33 @@ def test_another_models_configuration_is_refused(change, message, tmp_path):
     assert str(file) in str(error.value)
 
 
+def test_the_names_of_other_families_mean_the_same_and_are_not_overlooked(tmp_path):
+    """transformers reads these names: a folder that uses them must neither fail nor be another model."""
+    net, file = model(torch.float32), tmp_path / "config.json"
+    net.save_pretrained(tmp_path)
+    released = json.loads(file.read_text())
+    aliases = {
+        "num_experts": "num_local_experts",
+        "num_experts_per_token": "num_experts_per_tok",
+        "num_shared_experts": "n_shared_experts",
+        "moe_renormalize": "norm_topk_prob",
+        "num_expert_group": "n_group",
+    }
+    renamed = {aliases.get(key, key): value for key, value in released.items()}
+    file.write_text(json.dumps(renamed))
+    assert torch.equal(KimiLinear.from_pretrained(tmp_path)(IDS), net(IDS))
+    for config, message in (
+        (renamed | {"n_group": 2}, "num_expert_group must be 1, got 2"),
+        (
+            released | {"num_experts_per_tok": 3},
+            "num_experts_per_tok must be num_experts_per_token = 2, got 3",
+        ),
+    ):
+        file.write_text(json.dumps(config))
+        with pytest.raises(ValueError, match=message):
+            KimiLinear.from_pretrained(tmp_path)
+
+
 def test_hybrids_and_kimi_linears_do_not_pass_for_one_another(tmp_path):
     model(torch.float32).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="every layer must be dense"):
@@ -193,7 +220,21 @@ def test_hybrids_and_kimi_linears_do_not_pass_for_one_another(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"num_shared_experts": 2, "q_lora_rank": 10}], ids=["released", "other"]
+    "changes",
+    [
+        {},
+        {"num_shared_experts": 2, "q_lora_rank": 10},
+        {"num_shared_experts": 0, "moe_intermediate_size": 16, "num_experts_per_token": 6},
+        {
+            "full_attn_layers": (1, 3, 5),
+            "first_k_dense_replace": 0,
+            "short_conv_kernel_size": 7,
+            "qk_rope_head_dim": 0,
+            "v_head_dim": 20,
+            "moe_renormalize": False,
+        },
+    ],
+    ids=["released", "other", "no-shared-all-chosen", "odd"],
 )
 def test_equals_transformers_with_folders_both_ways(changes, tmp_path):
     """Logits and greedy generation; our folder in theirs, theirs (in shards) in ours."""

@@ -45,12 +45,21 @@ EXPERT_CONSTANTS = {
     "moe_layer_freq": 1,
 }
 
+ALIASES = {  # other families' names, which transformers reads as these too
+    "n_group": "num_expert_group",
+    "norm_topk_prob": "moe_renormalize",
+    "num_local_experts": "num_experts",
+    "num_experts_per_tok": "num_experts_per_token",
+    "n_shared_experts": "num_shared_experts",
+}
+
 OTHER_MODELS = ("attn_res_block_size", "routed_expert_hidden_size", "activation_situ_beta")
 
 
 def read_sizes(folder: Path, config_class: type["HybridConfig"]) -> dict:
     """The sizes for such a configuration in ``config.json``, as released or as transformers writes it."""
     raw, file = checkpoint.read_config(folder), folder / checkpoint.CONFIG
+    raw = _one_name_each(raw, file)
     experts = EXPERTS if _has_experts(config_class) else ()
     for key, value in (CONSTANTS | (EXPERT_CONSTANTS if experts else {})).items():
         got = raw.get(key, value)
@@ -83,6 +92,15 @@ def read_sizes(folder: Path, config_class: type["HybridConfig"]) -> dict:
             message = f"every layer must be dense (first_k_dense_replace = {L}): the hybrid has no experts"
             require(dense >= L, message)
         return sizes | {"full_attn_layers": _full_attn_layers(raw, linear, L)}
+
+
+def _one_name_each(raw: dict, file: Path) -> dict:
+    """The fields with ``ALIASES`` under the names used here; a field given twice must say the same."""
+    for alias, key in ALIASES.items():
+        if alias in raw:
+            same = key not in raw or raw[key] == raw[alias]
+            require(same, f"{file}: {alias} must be {key} = {raw.get(key)!r}, got {raw[alias]!r}")
+    return {ALIASES.get(key, key): value for key, value in raw.items()}
 
 
 def _has_experts(config: "HybridConfig | type[HybridConfig]") -> bool:
@@ -152,10 +170,13 @@ def released_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def own_names(listed: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
     """The listing under this package's names; decay rates [1, 1, H, 1], as released, count as [H].
 
-    transformers, where a model has experts, writes dense layers under ``block_sparse_moe`` too.
+    transformers, where a model has experts, writes dense layers under ``block_sparse_moe`` too, and where it
+    has no shared experts, matrices of them without a single number: they say nothing.
     """
     named = {}
     for name, t in listed.items():
+        if ".shared_experts." in name and 0 in t.shape:
+            continue
         own = re.sub(r"\.block_sparse_moe\.((gate|up|down)_proj\.)", r".mlp.\1", name.removeprefix("model."))
         if own.endswith("A_log") and t.shape[:2] == (1, 1) and t.shape[3:] == (1,):
             t = dataclasses.replace(t, shape=t.shape[2:3])
