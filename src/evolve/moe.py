@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from evolve.checks import check_count, check_float, check_positive, check_shape, require
+from evolve.checks import check_count, check_flag, check_float, check_positive, check_shape, require
 from evolve.decoder import Activation, GatedFeedForward, activation_name
 from evolve.memory_layer import float32_parameter
 from evolve.memory_rule import without_autocast
@@ -299,6 +299,9 @@ class LatentMoE(nn.Module):
         check_count("num_shared_experts", num_shared_experts, 0)
         check_top_k(top_k, num_experts)
         check_positive("scaling", scaling)
+        check_positive("norm_eps", norm_eps)
+        check_flag("renormalize", renormalize)
+        require(callable(activation), f"activation must be callable, got {activation!r}")
         self.hidden_size, self.latent_size = hidden_size, latent_size
         self.gate = Router(hidden_size, num_experts, top_k, renormalize=renormalize, scaling=scaling)
         self.experts = Experts(num_experts, width, expert_size, activation)
