@@ -410,6 +410,7 @@ FAULTS = [
         "(scores + bias).gather(1",
         PARITY,
     ),
+    Fault("padding of the decay rates for the rates", "kda", "A_log[:HV] if", "A_log[-HV:] if", PARITY),
     Fault("latent norm left out of the model", "moe", "self.routed_expert_norm(u)", "u", PARITY),
     Fault(
         "first layer after the dense ones",

@@ -55,8 +55,8 @@ def check_target(dtype: torch.dtype | None, device: object) -> None:
 def read_config(folder: Path) -> dict:
     """The JSON object in ``config.json``."""
     file = folder / CONFIG
-    halves = sorted(part.name for part in folder.glob(f".{Path(WEIGHTS).stem}*.tmp"))
-    stopped = f": a save was stopped there, its files not yet renamed are {some(halves)}" if halves else ""
+    waiting = [part.name for part in _leftovers(folder)]
+    stopped = f": a save was stopped there, its files not yet renamed are {some(waiting)}" if waiting else ""
     require(file.is_file(), f"path_or_name must hold {CONFIG}, but {folder} has none{stopped}")
     try:
         config = parse_json(file.read_text(encoding="utf-8"))
@@ -167,7 +167,8 @@ def write_together(
     disk or a kill leaves the model that was there as it was. Then the old ``config.json`` goes, the new files
     take their names, and the configuration comes last: who is stopped in between leaves a folder that nobody
     loads, and not a mixture of two models. Weights under other names, of the model before, are removed.
-    From then on nothing that was written is removed again, whatever happens: it is all that there is.
+    From then on nothing that was written is removed again, whatever happens: it is all that there is. What a
+    save that was stopped has left, the next one that succeeds removes.
     """
     name, folder = os.fspath(folder), Path(folder)
     require(bool(name), "dir must name a folder, got an empty path")
@@ -196,9 +197,16 @@ def write_together(
                 old.unlink()
         for part, temporary in staged.items():  # the configuration is the last of them
             os.replace(temporary, folder / part)
+        for leftover in _leftovers(folder):
+            leftover.unlink(missing_ok=True)
     finally:
         for temporary in () if swapping else staged.values():
             temporary.unlink(missing_ok=True)
+
+
+def _leftovers(folder: Path) -> list[Path]:
+    """Files under temporary names, of a save that was stopped."""
+    return sorted(f for stem in (Path(WEIGHTS).stem, CONFIG) for f in folder.glob(f".{stem}*.tmp"))
 
 
 def as_json(content: dict) -> str:
