@@ -151,6 +151,16 @@ def test_layers_are_those_of_the_configuration():
     assert {name for name, x in eps.items() if x != 1e-4} == wide
 
 
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_a_lone_choice_keeps_its_score(top_k):
+    """The official router renormalises from two experts on; a norm after it hides most of the difference."""
+    net = model(num_experts_per_token=top_k, routed_expert_hidden_size=None)
+    moe, x = net.layers[1].feed_forward, torch.randn(7, 64, dtype=torch.float64)
+    routing = moe.gate(x)
+    chosen = routing.scores.gather(1, routing.indices)
+    same(routing.weights, chosen if top_k == 1 else chosen / (chosen.sum(1, keepdim=True) + 1e-20))
+
+
 def test_first_weights():
     net = K3(K3Config.nano(hidden_size=128))
     for name, weight in net.named_parameters():

@@ -24,6 +24,8 @@ FRESH = (
     "tests.test_memory",
     "tests.test_moe",
     "tests.test_balancing",
+    "tests.test_k3",
+    "tests.test_mxfp4",
 )
 
 
@@ -94,6 +96,16 @@ def balancing(test: str, *args) -> Sentinel:
     return lambda: getattr(importlib.import_module("tests.test_balancing"), test)(*args)
 
 
+def k3(test: str, *args) -> Sentinel:
+    """A test of Kimi K3 or of its four-bit format."""
+
+    def run() -> None:
+        suites = (importlib.import_module(f"tests.{name}") for name in ("test_k3", "test_mxfp4"))
+        return next(getattr(suite, test) for suite in suites if hasattr(suite, test))(*args)
+
+    return run
+
+
 CASE = {"steps": "3C-1", "B": 1, "heads": (2, 4), "K": 12, "C": 16, "gate": "mixed", "beta": "uniform"}
 
 
@@ -118,6 +130,8 @@ READ = 'torch.einsum("bhkv,bhk->bhv", S, k)'
 BY_HAND = experts("test_a_layer_is_the_formula_token_by_token", {"scaling": 2.0})
 OFFICIAL = experts("test_equals_the_official_codes_feed_forward_networks")
 QUANTILE = balancing("test_quantile_is_its_definition", 100, 8, 2)
+PARITY = k3("test_every_sublayer_equals_the_official_one", "tiny", False)
+PARITY_PACKED = k3("test_every_sublayer_equals_the_official_one", "tiny-mxfp4", False)
 RUNNING_SUMS = "(g.cumsum(-1)[..., :, None] - g.cumsum(-1)[..., None, :])"
 FAULTS = [
     # the definitions
@@ -372,6 +386,76 @@ FAULTS = [
         "(share - before)",
         "share",
         balancing("test_histogram_is_right_to_a_bins_width", 4096, 64, 4, 1000),
+    ),
+    # Kimi K3
+    Fault("blocks counted in sub-layers", "k3", "block_size=2 * config", "block_size=config", PARITY),
+    Fault(
+        "border of a depth block off by one",
+        "attention_residuals",
+        "if i % self.block_size == 0:",
+        "if i == 0 or i % self.block_size == 1:",
+        PARITY,
+    ),
+    Fault(
+        "the two sites' queries swapped",
+        "attention_residuals",
+        '("self_attention_res", "mlp_res")',
+        '("mlp_res", "self_attention_res")',
+        PARITY,
+    ),
+    Fault(
+        "router's bias in the released model's weights",
+        "moe",
+        "scores.gather(1",
+        "(scores + bias).gather(1",
+        PARITY,
+    ),
+    Fault("padding of the decay rates for the rates", "kda", "A_log[:HV] if", "A_log[-HV:] if", PARITY),
+    Fault("latent norm left out of the model", "moe", "self.routed_expert_norm(u)", "u", PARITY),
+    Fault(
+        "first layer after the dense ones",
+        "k3",
+        "layer <= config.first_k_dense_replace",
+        "layer < config.first_k_dense_replace",
+        k3("test_layers_are_those_of_the_configuration"),
+    ),
+    Fault(
+        "weights over the largest, not the sum",
+        "moe",
+        "weights.sum(-1, keepdim=True) + 1e-20",
+        "weights.amax(-1, keepdim=True) + 1e-20",
+        k3("test_a_lone_choice_keeps_its_score", 2),
+    ),
+    Fault(
+        "lone choice renormalised",
+        "k3",
+        "config.moe_renormalize and config.num_experts_per_token > 1",
+        "config.moe_renormalize",
+        k3("test_a_lone_choice_keeps_its_score", 1),
+    ),
+    Fault(
+        "halves of a byte swapped",
+        "mxfp4",
+        "[values.repeat(16), values.repeat_interleave(16)]",
+        "[values.repeat_interleave(16), values.repeat(16)]",
+        PARITY_PACKED,
+    ),
+    Fault(
+        "halves swapped both ways",
+        "mxfp4",
+        "return low | high << 4, scale",
+        "return high | low << 4, scale",
+        k3("test_the_nearest_code_and_the_even_one_between_two", 0.26, 1),
+    ),
+    Fault(
+        "ties away from zero",
+        "mxfp4",
+        "size > middle if lower % 2 == 0 else size >= middle",
+        "size >= middle",
+        k3("test_the_nearest_code_and_the_even_one_between_two", 0.25, 0),
+    ),
+    Fault(
+        "scale one power off", "mxfp4", "torch.arange(256) - 127", "torch.arange(256) - 126", PARITY_PACKED
     ),
 ]
 

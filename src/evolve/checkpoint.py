@@ -55,13 +55,28 @@ def check_target(dtype: torch.dtype | None, device: object) -> None:
 def read_config(folder: Path) -> dict:
     """The JSON object in ``config.json``."""
     file = folder / CONFIG
-    require(file.is_file(), f"path_or_name must hold {CONFIG}, but {folder} has none")
+    waiting = [part.name for part in _leftovers(folder)]
+    stopped = f": a save was stopped there, its files not yet renamed are {some(waiting)}" if waiting else ""
+    require(file.is_file(), f"path_or_name must hold {CONFIG}, but {folder} has none{stopped}")
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = parse_json(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not valid JSON: {error}") from error
     require(isinstance(config, dict), f"{file} must hold a JSON object, got {type(config).__name__}")
     return config
+
+
+def parse_json(text: str | bytes) -> object:
+    """JSON in which no object has a name twice: Python would take the last one without a word."""
+    return json.loads(text, object_pairs_hook=_unique)
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict:
+    unique = dict(pairs)
+    if len(unique) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"twice in one object: {some(sorted({n for n in names if names.count(n) > 1}))}")
+    return unique
 
 
 def build_config(kind: type, sizes: dict, folder: Path):
@@ -152,6 +167,8 @@ def write_together(
     disk or a kill leaves the model that was there as it was. Then the old ``config.json`` goes, the new files
     take their names, and the configuration comes last: who is stopped in between leaves a folder that nobody
     loads, and not a mixture of two models. Weights under other names, of the model before, are removed.
+    From then on nothing that was written is removed again, whatever happens: it is all that there is. What a
+    save that was stopped has left, the next one that succeeds removes.
     """
     name, folder = os.fspath(folder), Path(folder)
     require(bool(name), "dir must name a folder, got an empty path")
@@ -164,6 +181,7 @@ def write_together(
     texts[CONFIG] = as_json(config)
     folder.mkdir(parents=True, exist_ok=True)
     staged: dict[str, Path] = {}
+    swapping = False
     try:
         for part in (*weights, *texts):
             staged[part] = temporary = _temporary(folder / part)
@@ -172,15 +190,23 @@ def write_together(
             else:
                 save_file(_apart(weights[part]), temporary, metadata={"format": "pt"})
             _make_readable(temporary)
+        swapping = True
         (folder / CONFIG).unlink(missing_ok=True)
         for old in folder.glob(f"{Path(WEIGHTS).stem}*"):
             if OLD_WEIGHTS.fullmatch(old.name) and old.name not in staged:
                 old.unlink()
         for part, temporary in staged.items():  # the configuration is the last of them
             os.replace(temporary, folder / part)
+        for leftover in _leftovers(folder):
+            leftover.unlink(missing_ok=True)
     finally:
-        for temporary in staged.values():
+        for temporary in () if swapping else staged.values():
             temporary.unlink(missing_ok=True)
+
+
+def _leftovers(folder: Path) -> list[Path]:
+    """Files under temporary names, of a save that was stopped."""
+    return sorted(f for stem in (Path(WEIGHTS).stem, CONFIG) for f in folder.glob(f".{stem}*.tmp"))
 
 
 def as_json(content: dict) -> str:

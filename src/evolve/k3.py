@@ -163,7 +163,8 @@ def feed_forward(config: K3Config, layer: int) -> nn.Module:
         latent_size=config.routed_expert_hidden_size,
         num_shared_experts=config.num_shared_experts,
         activation=activation,
-        renormalize=config.moe_renormalize,
+        renormalize=config.moe_renormalize and config.num_experts_per_token > 1,  # as the official code does:
+        # a lone choice keeps its score, over itself it would be 1
         scaling=config.routed_scaling_factor,
         norm_eps=config.rms_norm_eps,
     )

@@ -45,7 +45,11 @@ class VisionConfig:
 
 @dataclass(frozen=True)
 class K3Config(KimiLinearConfig):
-    """Sizes of a K3. The defaults are the release: 93 layers, 2.78 trillion parameters."""
+    """Sizes of a K3. The defaults are the release: 93 layers, 2.78 trillion parameters.
+
+    The ids of bos, eos and media placeholder only describe the tokenizer: they are read, compared and written
+    back, and change nothing in the model. ``generate`` stops at eos if it is given as ``stop``.
+    """
 
     vision_class: ClassVar[type[VisionConfig]] = VisionConfig
     may_be_zero: ClassVar[tuple[str, ...]] = (

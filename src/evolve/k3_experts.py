@@ -2,7 +2,8 @@
 
 ``PackedExperts`` keeps all of them in memory as MXFP4, 4.25 bits a weight, and expands one matrix at a time,
 of the experts that a token chose. It takes the place of ``Experts`` in a ``LatentMoE``. Gradients pass
-through it to its input; it has no parameters to learn.
+through it to its input; it has no parameters to learn: ``parameters()`` of a packed model leaves its experts
+out (``evolve.lab.accounting`` counts them).
 
 Shapes: x [N, D]; u [N, D]; of E experts packed [E, n_out, n_in / 2] and scale [E, n_out, n_in / 32], uint8.
 """
@@ -58,6 +59,11 @@ class PackedExperts(nn.Module):
             return OnDemand(len(packed), lambda e: mxfp4.unpack(packed[e], scale[e], dtype=x.dtype))
 
         return grouped_experts(x, routing, matrices("gate_up"), matrices("down"), self.activation)
+
+    @property
+    def packed_parameters(self) -> int:
+        """Weights that the codes stand for."""
+        return 2 * (self.gate_up_packed.numel() + self.down_packed.numel())
 
     def named_matrices(self) -> Iterator[tuple[str, Tensor]]:
         """Codes and scales by their released names."""

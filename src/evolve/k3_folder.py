@@ -69,7 +69,17 @@ def write(model: nn.Module, folder: str | os.PathLike, max_shard_bytes: int | No
     """See ``K3.save_pretrained``."""
     held = not any(p.is_meta for p in model.parameters())
     require(held, "the model has no weights to save: it is on the meta device, or streamed from a folder")
+    tower = _stored_tower(Path(folder))
+    require(not tower, f"{folder} holds a vision tower, which the model has not: saving there would lose it")
     shards.write_shards(folder, saved_config(model), released(model), max_shard_bytes)
+
+
+def _stored_tower(folder: Path) -> list[str]:
+    """Names of the vision tower's tensors in a folder; none where no weights can be read."""
+    try:
+        return [name for name in shards.list_tensors(folder) if k3_layout.is_vision(name)]
+    except ValueError:
+        return []
 
 
 def saved_config(model: nn.Module) -> dict:

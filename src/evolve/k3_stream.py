@@ -8,10 +8,10 @@ modules run, and only an expert's matrices come one by one instead of in a stack
 
 Weights that need no cast are used where the file is mapped and take no memory of their own; the system reads
 and drops their pages as it likes. Every token reads the weights anew, so decoding is as slow as the disk.
-(glibc keeps freed blocks below 32 MB for later; with ``MALLOC_TRIM_THRESHOLD_=131072`` in the environment it
-gives them back at once.)
+Where the C library is glibc, the process is told to give freed blocks of 128 KiB and more back at once.
 """
 
+import ctypes
 import os
 from collections.abc import Callable
 from functools import partial
@@ -99,6 +99,7 @@ class StoredExperts(nn.Module):
 
 def attach(model: nn.Module, listed: dict[str, StoredTensor], device: object) -> nn.Module:
     """Make a model on ``meta`` read its weights from files that were checked before, as they are needed."""
+    return_freed_memory()
     store = Store(listed, device)
     dtype = model.embed_tokens.weight.dtype
     parts = {"lm_head": model.lm_head}
@@ -114,6 +115,19 @@ def attach(model: nn.Module, listed: dict[str, StoredTensor], device: object) ->
     fill(model, small, "", store)
     _watch(model, parts, store)
     return model.requires_grad_(False).eval()
+
+
+def return_freed_memory() -> bool:
+    """Make glibc map every block from 128 KiB on by itself, for the whole process; whether it could be told.
+
+    It starts so, but after the first large block that is freed it keeps blocks of up to 32 MiB in a heap that
+    becomes mostly holes: several times what is in use. (mallopt(3): M_TRIM_THRESHOLD, M_MMAP_THRESHOLD.)
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError, TypeError):  # another C library, or none that can be asked
+        return False
+    return all(mallopt(option, 128 * 1024) == 1 for option in (-1, -3))
 
 
 def fill(module: nn.Module, names: set[str], prefix: str, store: Store) -> None:

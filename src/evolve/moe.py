@@ -316,7 +316,8 @@ class LatentMoE(nn.Module):
     def idle_parameters(self) -> int:
         """Parameters of the experts that a token does not choose."""
         E = self.gate.out_features
-        return sum(p.numel() // E for p in self.experts.parameters()) * (E - self.gate.top_k)
+        held = sum(p.numel() for p in self.experts.parameters())
+        return (held + getattr(self.experts, "packed_parameters", 0)) // E * (E - self.gate.top_k)
 
     def reset_parameters(self) -> None:
         """Draw every parameter anew; call it after ``to_empty`` on a layer built on ``meta``."""

@@ -5,7 +5,6 @@ anything is loaded. Files are memory-mapped and copied from one tensor at a time
 one tensor, whatever the size of the shards.
 """
 
-import json
 import os
 from collections.abc import Mapping
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ import safetensors
 import torch
 from torch import Tensor, nn
 
-from evolve.checkpoint import INDEX, WEIGHTS, some, write_together
+from evolve.checkpoint import INDEX, WEIGHTS, parse_json, some, write_together
 from evolve.checks import check_count, require
 
 DTYPES = {
@@ -47,11 +46,13 @@ def list_tensors(folder: Path) -> dict[str, StoredTensor]:
             (folder / WEIGHTS).is_file(), f"path_or_name must hold {WEIGHTS} or {INDEX}, {folder} does not"
         )
         return {t.name: t for t in _header(folder / WEIGHTS)}
+    both = (folder / WEIGHTS).exists()
+    require(not both, f"{folder} holds {WEIGHTS} and {INDEX}: only one of them can be the model")
     promised = _read_index(index)
     found = {}
     for shard in sorted(set(promised.values())):
         file = folder / shard
-        require(file.is_file(), f"{index} lists {shard}, but there is no such file")
+        require(_is_file(file), f"{index} lists {shard[:200]}, but there is no such file")
         tensors = {t.name: t for t in _header(file)}
         here = {name for name, where in promised.items() if where == shard}
         lacking, extra = sorted(here - tensors.keys()), sorted(tensors.keys() - here)
@@ -64,7 +65,7 @@ def list_tensors(folder: Path) -> dict[str, StoredTensor]:
 def _read_index(index: Path) -> dict[str, str]:
     """The index's map from tensors to shards: plain file names in the same folder, nowhere else."""
     try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = parse_json(index.read_text(encoding="utf-8"))["weight_map"]
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise ValueError(f"{index} is not an index with a weight_map: {error}") from error
     plain = isinstance(weight_map, dict) and all(
@@ -75,16 +76,35 @@ def _read_index(index: Path) -> dict[str, str]:
     return weight_map
 
 
+def _is_file(file: Path) -> bool:
+    """Links are followed, wherever they lead: the hub's cache consists of them."""
+    try:
+        return file.is_file()
+    except OSError:  # a name that no file can have
+        return False
+
+
 def _header(file: Path) -> list[StoredTensor]:
     try:
         with safetensors.safe_open(file, framework="pt") as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118, no iterator
+            _check_names(file)
             return [
                 StoredTensor(file, name, tuple(s.get_shape()), DTYPES.get(s.get_dtype()))
                 for name, s in slices.items()
             ]
     except (safetensors.SafetensorError, OSError) as error:
         raise ValueError(f"{file} is not a complete safetensors file: {error}") from error
+
+
+def _check_names(file: Path) -> None:
+    """No tensor may have two entries in the header: the library takes the last one without a word."""
+    with open(file, "rb") as opened:
+        header = opened.read(int.from_bytes(opened.read(8), "little"))  # the library has checked the size
+    try:
+        parse_json(header)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} has no clear header: {error}") from error
 
 
 def check_listing(expected: Mapping[str, Tensor], listed: Mapping[str, StoredTensor], source: Path) -> None:
@@ -114,11 +134,23 @@ def fill(model: nn.Module, listed: Mapping[str, StoredTensor], device: object) -
     mapped files are copied into it. (Buffers that are not saved would stay empty; no model here has any.)
     """
     model.to_empty(device=device or "cpu")
-    for file in sorted({t.file for t in listed.values()}):
+    by_file: dict[Path, dict[str, dict[str, str]]] = {}
+    for name, t in listed.items():
+        part, own = _part(name)
+        by_file.setdefault(t.file, {}).setdefault(part, {})[own] = t.name
+    for file, parts in sorted(by_file.items()):
         with safetensors.safe_open(file, framework="pt") as opened:
-            shard = {name: opened.get_tensor(t.name) for name, t in listed.items() if t.file == file}
-            model.load_state_dict(shard, strict=False)
+            for part, names in parts.items():
+                tensors = {own: opened.get_tensor(name) for own, name in names.items()}
+                model.get_submodule(part).load_state_dict(tensors, strict=False)
     return model.eval()
+
+
+def _part(name: str) -> tuple[str, str]:
+    """``layers.3`` and the rest of a name, or its first word: a shard need not walk the whole model."""
+    steps = name.split(".")
+    n = 2 if steps[0] == "layers" else 1
+    return ".".join(steps[:n]), ".".join(steps[n:])
 
 
 @contextmanager

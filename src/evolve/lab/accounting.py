@@ -15,8 +15,9 @@ from evolve.checks import require
 
 
 def parameters(model: nn.Module) -> int:
-    """Number of parameters; shared ones (a tied head) count once."""
-    return sum(p.numel() for p in model.parameters())
+    """Number of parameters; shared ones (a tied head) count once, packed ones as the weights they are."""
+    packed = sum(getattr(module, "packed_parameters", 0) for module in model.modules())
+    return sum(p.numel() for p in model.parameters()) + packed
 
 
 def activated_parameters(model: nn.Module) -> int:
