@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+pytest_plugins = ["tests.site_fixtures"]
+
 
 def pytest_configure() -> None:
     torch.set_num_threads(min(2, torch.get_num_threads()))

@@ -1,41 +1,57 @@
-"""Build the site from docs/ and the committed notebooks, without executing anything.
+"""Build the site from docs/ and the committed files, without executing anything and without a network.
 
-The sources are gathered anew in build/site-source/ (so a notebook that was removed leaves no page), built
-beside the old site with warnings as errors, and moved to build/site/ only when that succeeded.
+The sources are gathered anew (so a notebook that was removed leaves no page), with the pages that
+`site_pages` makes from the committed notebooks, docstrings and measurements; the site is built beside the old
+one with warnings as errors, and moved to build/site/ only when that succeeded.
 """
 
+import os
 import shutil
 import subprocess
 import sys
+import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
+from site_pages import write_pages
+
 ROOT = Path(__file__).resolve().parent.parent
-SOURCE = ROOT / "build" / "site-source"
-FRESH = ROOT / "build" / "site-new"
 SITE = ROOT / "build" / "site"
 
 
-def gather() -> None:
-    """docs/, with the notebooks in a folder of it and the README for the parts that it shares."""
-    shutil.rmtree(SOURCE, ignore_errors=True)
-    shutil.copytree(ROOT / "docs", SOURCE, ignore=shutil.ignore_patterns("__pycache__"))
-    (SOURCE / "notebooks").mkdir()
+def gather(source: Path) -> None:
+    """docs/, with the notebooks in a folder of it, the README for the parts it shares, and made pages."""
+    shutil.copytree(ROOT / "docs", source, ignore=shutil.ignore_patterns("__pycache__"))
+    (source / "notebooks").mkdir()
     for notebook in sorted((ROOT / "notebooks").glob("*.ipynb")):
-        shutil.copy2(notebook, SOURCE / "notebooks")
-    shutil.copy2(ROOT / "README.md", SOURCE / "_readme.md")
+        shutil.copy2(notebook, source / "notebooks")
+    shutil.copy2(ROOT / "README.md", source / "_readme.md")
+    write_pages(source)
+
+
+def build(target: Path, environ: Mapping[str, str]) -> int:
+    """Build into ``target``, which must not exist; the exit status of Sphinx."""
+    path = os.pathsep.join(filter(None, [str(ROOT / "tools"), environ.get("PYTHONPATH")]))
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "source"
+        gather(source)
+        options = ["-q", "-E", "-W", "--keep-going", "-d", Path(folder) / "doctrees"]
+        command = [sys.executable, "-m", "sphinx", *options, source, target]
+        return subprocess.run(command, env={**environ, "PYTHONPATH": path}).returncode
 
 
 def main() -> int:
-    gather()
-    shutil.rmtree(FRESH, ignore_errors=True)
-    options = ["-q", "-E", "-W", "--keep-going", "-d", ROOT / "build" / "doctrees"]
-    status = subprocess.run([sys.executable, "-m", "sphinx", *options, SOURCE, FRESH]).returncode
-    if status:
+    fresh = SITE.with_name("site-new")
+    shutil.rmtree(fresh, ignore_errors=True)
+    fresh.parent.mkdir(exist_ok=True)
+    if build(fresh, os.environ):
         print("The site was not built; build/site/ is as it was.", file=sys.stderr)
         return 1
     shutil.rmtree(SITE, ignore_errors=True)
-    FRESH.rename(SITE)
+    fresh.rename(SITE)
     print(f"The site: {SITE.relative_to(ROOT)}/index.html ({len(list(SITE.rglob('*.html')))} pages)")
+    if "SITE_URL" not in os.environ:
+        print("SITE_URL is not set: no canonical links, no sitemap, no social cards.")
     return 0
 
 
