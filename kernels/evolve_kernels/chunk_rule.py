@@ -2,11 +2,11 @@
 
     gate none | one per head | one per channel      with or without erasing
 
-Forward is ``chunk_prepare`` (all chunks at once) and ``chunk_walk`` (in order). Backward keeps nothing but the
-inputs: it prepares and walks again, walks back, and differentiates the parts. Five kernels, and no rung has
-one of its own: what a rung leaves out is left out when its kernel is compiled. Two costs of that are known: a
-gate per channel without erasing computes products of keys that it does not need, and q_in and k_out are
-written even where no gate changes q and k.
+Forward is ``chunk_prepare`` (all chunks at once) and ``chunk_walk`` (in order). Backward keeps nothing but
+the inputs: it prepares and walks again, walks back, and differentiates the parts. Five kernels, and no rung
+has one of its own: what a rung leaves out is left out when its kernel is compiled. Two costs of that are
+known: a gate per channel without erasing computes products of keys that it does not need, and q_in and
+k_out are written even where no gate changes q and k.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from torch import Tensor
 from evolve_kernels.chunk_prepare import chunk_prepare_kernel
 from evolve_kernels.chunk_prepare_backward import chunk_prepare_backward_kernel
 from evolve_kernels.chunk_walk import chunk_walk_backward_kernel, chunk_walk_kernel, state_gradients_kernel
-from evolve_kernels.launch import check_device, check_tensor, launch, precisions, tile
+from evolve_kernels.launch import check_device, check_tensor, launch, precision, tile
 from evolve_kernels.spans import Spans, spans_of
 
 Gate = Literal["none", "head", "channel"]
@@ -36,7 +36,7 @@ class Plan:
     erase: bool
     first: int  # tokens per tile of the smallest products: 1, or 16 for bounded gates
     scale: float
-    precision: dict[str, str]
+    precision: str
 
     @property
     def tables(self) -> dict[str, Tensor]:
@@ -45,13 +45,13 @@ class Plan:
     @property
     def rule(self) -> dict[str, Any]:
         named = {name: self.sizes[name] for name in ("HV", "K", "V", "C")}
-        return named | {"GATE": self.gate, "ERASE": self.erase, "PRECISION": self.precision["PRECISION"]}
+        return named | {"GATE": self.gate, "ERASE": self.erase, "PRECISION": self.precision}
 
     @property
     def levels(self) -> dict[str, Any]:
         C = self.sizes["C"]
         levels = (C // self.first).bit_length() - 1
-        return {"H": self.sizes["H"], "FIRST": self.first, "LEVELS": levels} | self.precision
+        return {"H": self.sizes["H"], "FIRST": self.first, "LEVELS": levels}
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,8 @@ def prepare(plan: Plan, tokens: dict[str, Tensor | None], keep_inverse: bool) ->
         else q.new_empty(NT, HV, *([K] if plan.gate == "channel" else []), **float32),
     )
     arguments = tokens | vars(parts) | plan.tables | {"chunk_rows": plan.spans.chunk_rows}
+    if not plan.erase:
+        arguments |= {"v": None, "u": None}  # the walk writes v as it is
     arguments |= {"scale": plan.scale} | plan.rule | plan.levels
     arguments |= {"BK": tile(K, 32), "BV": tile(V, 64), "LOG_C": C.bit_length() - 1}
     arguments |= {"KEEP_INVERSE": keep_inverse}
@@ -99,17 +101,19 @@ def walk(plan: Plan, parts: Parts, first_state: Tensor | None, keep: bool, dtype
     o = None if keep else new(n_tokens, HV, V, dtype=dtype)
     last_state = None if keep else new(plan.spans.N, HV, K, V, **float32)
     states = new(plan.spans.NT, HV, K, V, **float32) if keep else None
-    u_new = (torch.empty_like(parts.u) if plan.erase else parts.u) if keep else None
+    u_new = torch.empty_like(parts.u) if keep and plan.erase else None
     arguments = {name: getattr(parts, name) for name in ("q_in", "k_out", "w", "u", "a_q", "decay")}
+    if keep:
+        arguments |= {"q_in": None, "a_q": None}
     arguments |= {"first_state": first_state, "o": o, "last_state": last_state, "states": states}
     arguments |= {"u_new": u_new} | plan.tables | plan.rule | {"KEEP": keep} | walk_tiles(K, V)
     blocks = -(-V // arguments["BV"])
     launch(chunk_walk_kernel, plan.spans.N * HV * blocks, arguments, **walk_options(K))
-    return (states, u_new) if keep else (o, last_state)
+    return (states, parts.u if u_new is None else u_new) if keep else (o, last_state)
 
 
 def walk_tiles(K: int, V: int) -> dict[str, int]:
-    return {"BK": tile(K), "BV": tile(V, 32 if K <= 128 else 16)}
+    return {"BK": tile(K), "BV": tile(V, 64 if K <= 128 else 16)}
 
 
 def walk_options(K: int) -> dict[str, int]:
@@ -180,6 +184,8 @@ def prepare_back(plan: Plan, tokens: dict, parts: Parts, given: dict) -> tuple[T
     )
     dv, dg, d_beta = (None if x is None else torch.empty_like(x) for x in (v, g, beta))
     arguments = tokens | {"inverse": parts.inverse, "decay": parts.decay} | given
+    if not plan.erase:
+        arguments["v"] = None
     arguments |= {"dq": dq, "dk": dk, "dv": dv, "dg": dg, "d_beta": d_beta} | plan.tables
     arguments |= {"chunk_rows": plan.spans.chunk_rows, "scale": plan.scale} | plan.rule | plan.levels
     arguments |= {"BK": tile(K, 32), "BV": tile(V, 32)}
@@ -223,7 +229,7 @@ def chunk_rule(
     check_device(q.device)
     if chunk_size not in CHUNK_SIZES:
         raise ValueError(f"chunk_size must be one of {CHUNK_SIZES} in a Triton kernel, got {chunk_size}")
-    if H == 0 or HV % H != 0 or not (0 < K <= 256 and 0 < V):
+    if H == 0 or HV % H != 0 or not (0 < K <= 256 and V > 0):
         raise ValueError(f"HV must be a multiple of H, and K at most 256; got H={H}, HV={HV}, K={K}, V={V}")
     if cu_seqlens is not None and B != 1:
         raise ValueError(f"cu_seqlens packs sequences into one row: B must be 1, got {B}")
@@ -241,6 +247,6 @@ def chunk_rule(
         erase=beta is not None,
         first=16 if bounded else 1,
         scale=K**-0.5 if scale is None else float(scale),
-        precision=precisions(q.dtype),
+        precision=precision(q.dtype),
     )
     return ChunkRule.apply(plan, *given.values())

@@ -1,4 +1,4 @@
-"""How every kernel of this package is started: where it can run, in which precision, and a record of the launches.
+"""How every kernel of this package is started: where, in which precision, and written down if asked.
 
 Tests and the ahead-of-time compiler read the record, so that what is compiled and counted is what a call
 really launches, argument by argument.
@@ -70,20 +70,21 @@ def check_tensor(name: str, x: Tensor, device: torch.device, *sizes: int) -> Ten
 
 
 def check_device(device: torch.device) -> None:
-    """A kernel runs on a GPU, or on the CPU in Triton's interpreter; ``meta`` only while launches are recorded."""
+    """A kernel runs on a GPU, or in Triton's interpreter; ``meta`` only while launches are recorded."""
     fits = device.type == "cuda" or (device.type == "cpu" and INTERPRETED)
     if not (fits or (device.type == "meta" and _record is not None)):
         raise ValueError(f"a Triton kernel needs CUDA tensors (or TRITON_INTERPRET=1), got {device}")
 
 
-def precisions(dtype: torch.dtype) -> dict[str, str]:
-    """How ``tl.dot`` multiplies float32 tiles: exactly for float32 inputs, TF32 where inputs are rounded coarser.
+def precision(dtype: torch.dtype) -> str:
+    """How ``tl.dot`` multiplies float32 tiles: in TF32 where the inputs are rounded coarser still.
 
-    The triangular inverse, whose errors multiply, takes three TF32 products for one. AMD has neither.
+    For float32 inputs three TF32 products stand for one, which leaves float32's digits. Exact products
+    ("ieee") leave the tensor cores, and took minutes to compile. AMD has exact ones in its matrix cores.
     """
-    exact = dtype not in HALF or torch.version.hip is not None
-    names = ("PRECISION", "INVERSE_PRECISION")
-    return dict(zip(names, ("ieee", "ieee") if exact else ("tf32", "tf32x3")))
+    if torch.version.hip is not None:
+        return "ieee"
+    return "tf32" if dtype in HALF else "tf32x3"
 
 
 def tile(n: int, most: int | None = None) -> int:

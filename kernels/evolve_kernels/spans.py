@@ -1,7 +1,7 @@
-"""Which token belongs to which chunk of which sequence: a batch and packed sequences are the same to a kernel.
+"""Which token belongs to which chunk of which sequence, for a batch and for packed sequences alike.
 
-B rows of T tokens, and N sequences packed into one row, both are sequences in one long row of tokens; a chunk never
-crosses the end of one.
+B rows of T tokens, and N sequences packed into one row, both are sequences in one long row of tokens; a
+chunk never crosses the end of one.
 """
 
 from dataclasses import dataclass

@@ -1,9 +1,9 @@
-"""What the kernels of the chunked rules share, all on one tile of C tokens: loads, decays, the triangular inverse.
+"""What the chunked kernels share, all on a tile of C tokens: loads, decays, the triangular inverse.
 
-A decay between two tokens of a chunk, Γ_ri = exp(g_{i+1} + … + g_r), is never a difference of two running sums
-over the chunk: the sums keep few digits of a small gate beside a large one. Blocks of 1, 2, 4, … tokens are
-paired instead, as in ``evolve.kda.decayed_products``: two tokens meet at exactly one level, in two blocks
-side by side, and between them lies the border of the blocks,
+A decay between two tokens of a chunk, Γ_ri = exp(g_{i+1} + … + g_r), is never a difference of two running
+sums over the chunk: the sums keep few digits of a small gate beside a large one. Blocks of 1, 2, 4, …
+tokens are paired instead, as in ``evolve.kda.decayed_products``: two tokens meet at exactly one level, in
+two blocks side by side, and between them lies the border of the blocks,
 
     Γ_ri = exp(since_r) · exp(until_i)      since_r: from the border to r;  until_i: after i to the border
 
@@ -16,24 +16,36 @@ import triton.language as tl
 
 @triton.jit
 def chunk_span(i, starts, chunk_starts, chunk_rows, C: tl.constexpr):
-    """The first token of chunk i, and the token at which its sequence ends (both int64)."""
+    """The first token of chunk i (int64), and how many it has: at most C, fewer at its sequence's end."""
     n = tl.load(chunk_rows + i)
     first = tl.load(starts + n) + (i - tl.load(chunk_starts + n)) * C
-    return first, tl.load(starts + n + 1)
+    return first, tl.minimum(tl.load(starts + n + 1) - first, C).to(tl.int32)
 
 
 @triton.jit
-def load_tile(x, rows, end, stride, cols, width):
-    """Rows before ``end`` and columns below ``width`` of x, zeros elsewhere, in float32: [rows, cols]."""
-    mask = (rows < end)[:, None] & (cols < width)[None, :]
-    return tl.load(x + rows[:, None] * stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+def load_tile(x, first, r, count, stride, cols, width):
+    """Rows first + r of x, r below ``count``, and columns below ``width``; zeros elsewhere, in float32.
+
+    ``first`` · ``stride`` is one int64 product; inside a tile 32 bits do, and cost half the registers.
+    """
+    mask = (r < count)[:, None] & (cols < width)[None, :]
+    at = x + tl.cast(first, tl.int64) * stride
+    return tl.load(at + (r[:, None] * stride + cols[None, :]), mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def store_tile(x, tile, rows, end, stride, cols, width):
+def store_tile(x, tile, first, r, count, stride, cols, width):
     """The counterpart of ``load_tile``; values are rounded to x's dtype."""
-    mask = (rows < end)[:, None] & (cols < width)[None, :]
-    tl.store(x + rows[:, None] * stride + cols[None, :], tile.to(x.dtype.element_ty), mask=mask)
+    mask = (r < count)[:, None] & (cols < width)[None, :]
+    at = x + tl.cast(first, tl.int64) * stride
+    tl.store(at + (r[:, None] * stride + cols[None, :]), tile.to(x.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def load_column(x, first, r, count, stride):
+    """One number per row, as ``load_tile``: [rows]."""
+    at = x + tl.cast(first, tl.int64) * stride
+    return tl.load(at + r * stride, mask=r < count, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -74,7 +86,7 @@ def same_tile(C: tl.constexpr, SIZE: tl.constexpr):
 
 @triton.jit
 def since_first_row(g, SIZE: tl.constexpr):
-    """Sums of g since the first row of each tile, its own gate left out: what a bounded gate is anchored on."""
+    """Sums of g since each tile's first row, whose own gate is left out: the anchor of bounded gates."""
     r = tl.arange(0, g.shape[0])
     return since_start(tl.where((r % SIZE == 0)[:, None], 0.0, g), SIZE)
 
@@ -90,7 +102,7 @@ def pairwise_decay(g, C: tl.constexpr):
 @triton.jit
 def gated_products(q, k, g, g_next, C: tl.constexpr, FIRST: tl.constexpr, LEVELS: tl.constexpr,
                    PRECISION: tl.constexpr):  # fmt: skip
-    """Σ_c k_rc Γ_ric k_ic below the diagonal, and Σ_c q_rc Γ_ric k_ic with it, for some channels: [C, C] each.
+    """Σ_c k_rc Γ_ric k_ic below the diagonal and Σ_c q_rc Γ_ric k_ic with it, for some channels: [C, C].
 
     Levels double blocks of FIRST tokens up to C. FIRST = 1 asks nothing of the gates. FIRST = 16 is for gates
     above −5.8 and takes the four levels inside a 16-token tile in one product, (x e^a)(y e^−a)ᵀ with a the
@@ -157,9 +169,17 @@ def gated_product_gradients(q, k, beta_k, g, g_next, d_a, d_q, C: tl.constexpr, 
 
 @triton.jit
 def unit_lower_inverse(A, C: tl.constexpr, LOG_C: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + A)⁻¹ of a strictly lower A [C, C], by doubling: X ← X − X A_s X, A_s where blocks of s tokens meet."""
-    x = tl.where(diagonal(C), 1.0, 0.0) - tl.where(meet(C, 1), A, 0.0)
+    """(I + A)⁻¹, A [C, C] strictly lower, by doubling: X ← X − X A_s X, A_s where blocks of s meet.
+
+    TF32 leaves three digits of it. One step of Newton, X ← X + X (I − (I + A) X), squares the error away, and
+    only its residual has to be exact: three TF32 products for one there.
+    """
+    identity = tl.where(diagonal(C), 1.0, 0.0)
+    x = identity - tl.where(meet(C, 1), A, 0.0)
     for level in tl.static_range(1, LOG_C):
         square = tl.where(meet(C, 1 << level), A, 0.0)
         x -= tl.dot(x, tl.dot(square, x, input_precision=PRECISION), input_precision=PRECISION)
+    if PRECISION == "tf32":
+        residual = identity - x - tl.dot(A, x, input_precision="tf32x3")
+        x += tl.dot(x, residual, input_precision=PRECISION)
     return x
