@@ -13,7 +13,7 @@ import json
 import re
 import subprocess
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +71,9 @@ def limit(target: str) -> int:
 
 def compile_launch(launch: Launch, target: str) -> Compiled:
     """Compile one recorded launch to machine code for ``target``."""
+    if target.startswith("gfx"):  # as ``evolve_kernels.launch.precision`` has it there
+        exact = {"PRECISION": "ieee"} if "PRECISION" in launch.arguments else {}
+        launch = replace(launch, arguments=launch.arguments | exact)
     types, constants, aligned = signature(launch)
     source = triton.compiler.ASTSource(fn=launch.kernel, signature=types, constexprs=constants, attrs=aligned)
     gpu, _ = TARGETS[target]

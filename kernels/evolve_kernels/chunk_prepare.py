@@ -12,9 +12,9 @@ The channels come in blocks of BK, so registers hold the [C, C] products and sli
 w and u stay float32, since u − w S is the small difference that the delta rule is about; q_in, k_out and a_q
 are rounded like q and k themselves.
 
-Bytes per chunk and value head, with a = bytes of q's dtype: reads (2K + V) C a, and again for the second
-pass, 4 C (K + 1) for g and β; writes (2K + C) C a, 4 C (K + V + C) with erasing, 4 K. K3 (K = V = 128,
-bf16): 80 KB in, 120 KB out, X another 16 KB when training. ``bytes_moved`` and ``flops`` count them.
+Bytes per chunk and value head, a = bytes of q's dtype: reads (2K + V) C a and 4 C (K + 1) for g and β; writes
+(2K + C) C a, 4 C (K + V) for w and u, 4 K. K3 (K = V = 128, C = 64, bf16): 80 KiB in, 105 KiB out; X is 16
+KiB more when training. k and g are read a second time, from the L2 cache.
 """
 
 import triton

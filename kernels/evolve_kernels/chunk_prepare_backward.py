@@ -14,8 +14,9 @@ own: every term of a chunk holds e^{G_r} where its row is used and e^{−G_i} wh
 Two of the sums are taken from their own end, so that nothing has to cancel: k_out fades from t on (Σ_{i <
 t}), and decay holds every gate of the chunk.
 
-Bytes per chunk and value head, with a = bytes of q's dtype: reads 4·3 C K, 4·2 C V for du and u, (2K + 2V)
-C a, 4 C K for g (twice for k, g and dw), 4 C² for X; writes (2K + V) C a, 4 C K. K3: 240 KB in, 80 KB out.
+Bytes per chunk and value head, a = bytes of q's dtype: reads (2K + 2V) C a for q, k, v, do, 4 C (K + 1) for g
+and β, 8 C V for u and du, 12 C K for dq_in, dk_out and dw, 4 C² for X, 8 K; writes (2K + V) C a, 4 C (K + 1).
+K3: 273 KiB in, 80 KiB out. With grouped values dq and dk are float32, one a value head, summed by PyTorch.
 """
 
 import triton

@@ -106,18 +106,23 @@ def walk(plan: Plan, parts: Parts, first_state: Tensor | None, keep: bool, dtype
     if keep:
         arguments |= {"q_in": None, "a_q": None}
     arguments |= {"first_state": first_state, "o": o, "last_state": last_state, "states": states}
-    arguments |= {"u_new": u_new} | plan.tables | plan.rule | {"KEEP": keep} | walk_tiles(K, V)
+    arguments |= {"u_new": u_new} | plan.tables | plan.rule | {"KEEP": keep} | walk_tiles(plan)
     blocks = -(-V // arguments["BV"])
-    launch(chunk_walk_kernel, plan.spans.N * HV * blocks, arguments, **walk_options(K))
+    launch(chunk_walk_kernel, plan.spans.N * HV * blocks, arguments, **walk_options(arguments))
     return (states, parts.u if u_new is None else u_new) if keep else (o, last_state)
 
 
-def walk_tiles(K: int, V: int) -> dict[str, int]:
-    return {"BK": tile(K), "BV": tile(V, 64 if K <= 128 else 16)}
+def walk_tiles(plan: Plan) -> dict[str, int]:
+    """Columns of the state per program: wide, so that few programs read the same keys, unless heads are few.
+
+    A GPU has over a hundred multiprocessors, and the walk keeps them busy with heads and columns only.
+    """
+    many = plan.spans.N * plan.sizes["HV"] >= 64 and plan.sizes["K"] <= 128
+    return {"BK": tile(plan.sizes["K"]), "BV": tile(plan.sizes["V"], 64 if many else 16)}
 
 
-def walk_options(K: int) -> dict[str, int]:
-    return {"num_warps": 4 if K <= 64 else 8, "num_stages": 1}
+def walk_options(tiles: dict[str, int]) -> dict[str, int]:
+    return {"num_warps": 8 if tiles["BK"] * tiles["BV"] > 4096 else 4, "num_stages": 1}
 
 
 class ChunkRule(torch.autograd.Function):
@@ -154,9 +159,9 @@ def walk_back(plan: Plan, parts: Parts, d_o: Tensor, d_last_state: Tensor) -> tu
     d_first = torch.empty_like(d_last_state)
     arguments = {name: getattr(parts, name) for name in ("q_in", "k_out", "w", "a_q", "decay")}
     arguments |= {"d_o": d_o, "d_last_state": d_last_state, "d_first_state": d_first}
-    arguments |= {"d_states": d_states, "d_u": d_u} | plan.tables | plan.rule | walk_tiles(K, V)
+    arguments |= {"d_states": d_states, "d_u": d_u} | plan.tables | plan.rule | walk_tiles(plan)
     blocks = -(-V // arguments["BV"])
-    launch(chunk_walk_backward_kernel, plan.spans.N * HV * blocks, arguments, **walk_options(K))
+    launch(chunk_walk_backward_kernel, plan.spans.N * HV * blocks, arguments, **walk_options(arguments))
     return d_u, d_states, d_first
 
 

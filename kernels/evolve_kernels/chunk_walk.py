@@ -12,7 +12,7 @@ A rung differs from another only in what is left out: without erasing u is v, wi
 
 Bytes per chunk and value head, with a = bytes of q's dtype, times V / BV programs where marked *: reads
 (2K + C) C a*, 4 C K* for w, 4 C V for u, 4 K*; writes C V a for o. The programs of one head run side by
-side, so the L2 cache serves what is marked, and device memory sees it once. K3: 104 KB in, 16 KB out.
+side, so the L2 cache serves what is marked, and device memory sees it once. K3: 105 KiB in, 16 KiB out.
 """
 
 import triton

@@ -150,6 +150,6 @@ def kda_decode(
     numbers["lower_bound"] = 0.0 if lower_bound is None else float(lower_bound)
     constants = {"H": H, "HV": HV, "K": K, "V": V, "W": W, "BK": tile(K), "BV": tile(V)}
     constants["BOUNDED"] = lower_bound is not None
-    warps = max(1, min(16, constants["BK"] * constants["BV"] // 2048))
+    warps = max(1, min(16, constants["BK"] * constants["BV"] // 1024))  # 32 numbers of the state a thread
     launch(kda_decode_kernel, B * HV, given | new | numbers | constants, num_warps=warps, num_stages=1)
     return Decoded(new["y"], new["new_state"], (new["new_q"], new["new_k"], new["new_v"]))

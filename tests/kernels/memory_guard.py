@@ -5,9 +5,8 @@ The interpreter checks no bounds, and a GPU rarely faults for a read a few rows 
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
-BAND = 4096  # numbers on each side; a tile that runs over reads or writes these first
+BAND = 1 << 15  # numbers on each side; a tile that runs over reads or writes these first
 
 
 def bands(x: Tensor) -> float:
@@ -27,22 +26,35 @@ def guarded(x: Tensor) -> Tensor:
     return inner.copy_(x.detach()).requires_grad_(x.requires_grad)
 
 
-class Guard(TorchFunctionMode):
-    """Within, what PyTorch allocates uninitialised is full of NaN, between bands that ``check`` sees."""
+class Guard:
+    """Within, what PyTorch allocates uninitialised is full of NaN, between bands that ``check`` sees.
 
-    FUNCTIONS = (torch.empty, torch.empty_like, Tensor.new_empty)
+    The functions are replaced, since a ``TorchFunctionMode`` is off while ``torch.autograd.grad`` runs.
+    """
 
-    def __init__(self) -> None:
-        super().__init__()
+    PLACES = ((torch, "empty"), (torch, "empty_like"), (Tensor, "new_empty"))
+
+    def __enter__(self) -> "Guard":
         self.buffers: list[Tensor] = []
+        self.originals = [getattr(place, name) for place, name in self.PLACES]
+        for (place, name), original in zip(self.PLACES, self.originals):
+            setattr(place, name, self.guarding(original))
+        return self
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **(kwargs or {}))
-        if func not in self.FUNCTIONS or not made.is_floating_point():
-            return made
-        inner, buffer = banded(made, float("nan"))
-        self.buffers.append(buffer)
-        return inner
+    def __exit__(self, *error) -> None:
+        for (place, name), original in zip(self.PLACES, self.originals):
+            setattr(place, name, original)
+
+    def guarding(self, allocate):
+        def guarded_allocation(*args, **kwargs):
+            made = allocate(*args, **kwargs)
+            if not made.is_floating_point():
+                return made
+            inner, buffer = banded(made, float("nan"))
+            self.buffers.append(buffer)
+            return inner
+
+        return guarded_allocation
 
     def check(self) -> None:
         """No kernel has written outside its tensors."""

@@ -56,13 +56,14 @@ def compare(rule: Rule, sizes: dict, launches: dict, tolerance: float = 1e-5, **
     exact = {name: t.double().requires_grad_() for name, t in x.items()}
     x = {name: guarded(t).requires_grad_() for name, t in x.items()}
     o_exact, S_exact = reference(rule, exact, **options)
-    w, w_S = torch.randn(o_exact.shape), torch.randn(S_exact.shape)
+    w, w_S = (guarded(torch.randn(y.shape)) for y in (o_exact, S_exact))
     want = torch.autograd.grad((o_exact * w).sum() + (S_exact * w_S).sum(), list(exact.values()))
     launches.clear()
     with Guard() as guard:
         o, S = kernel(rule, x, **options)
-        got = torch.autograd.grad((o * w).sum() + (S * w_S).sum(), list(x.values()))
+        got = torch.autograd.grad((o, S), list(x.values()), (w, w_S))
     guard.check()
+    assert len(guard.buffers) > 20, "backward allocates under guard too"
     assert launches == BOTH
     assert o.dtype == S.dtype == torch.float32
     assert_blocks_close("output", o, o_exact, tolerance, time_axis=True)
