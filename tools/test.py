@@ -8,6 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LOCKED_PYTHON = (3, 11)
+INTERPRETED = "kernels in Triton's interpreter"  # chosen for a whole process, when triton is imported
 
 
 def steps() -> dict[str, list[str]]:
@@ -16,6 +17,7 @@ def steps() -> dict[str, list[str]]:
     nbval = "--nbval" if sys.version_info[:2] == LOCKED_PYTHON else "--nbval-lax"
     return {
         "unit tests": ["-m", "pytest"],
+        INTERPRETED: ["-m", "pytest", "tests/kernels"],
         f"notebooks ({nbval})": ["-m", "pytest", nbval, "--nbval-current-env", "notebooks"],
         "saved outputs": ["tools/notebooks.py", "check"],
         "ruff check": ["-m", "ruff", "check", "--output-format=concise", "."],
@@ -27,13 +29,15 @@ def steps() -> dict[str, list[str]]:
 def main() -> int:
     os.environ["EVOLVE_PROGRESS"] = "0"
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin slow a busy machine fourfold
+    os.environ.pop("TRITON_INTERPRET", None)
     os.environ.pop("MPLBACKEND", None)  # figures inline, whatever the shell says
     results = []
     for name, arguments in steps().items():
         print(f"\n=== {name} ===", flush=True)
         start = time.monotonic()
         # pytest's status 5, no test collected, is a failure too
-        status = subprocess.run([sys.executable, *arguments], cwd=ROOT).returncode
+        interpret = {"TRITON_INTERPRET": "1"} if name == INTERPRETED else {}
+        status = subprocess.run([sys.executable, *arguments], cwd=ROOT, env=os.environ | interpret).returncode
         results.append((name, status, time.monotonic() - start))
     print("\n=== summary ===")
     for name, status, seconds in results:

@@ -11,13 +11,11 @@ One step of online learning: one SGD step on ½‖Sᵀk − v‖² with rate β.
 Shapes: q, k [B, T, H, K]; v, o [B, T, HV, V]; beta [B, T, HV]; S [B, HV, K, V].
 """
 
-from functools import partial
-
 from torch import Tensor, nn
 
 from evolve.chunking import from_chunks, to_chunks, unit_lower_inverse, walk_chunks
 from evolve.memory_layer import Call, MemoryLayer
-from evolve.memory_rule import outer, per_sequence, prepare_rule, read, token_loop
+from evolve.memory_rule import outer, per_sequence, prepare_rule, read, run_chunked, token_loop
 from evolve.norms import RMSNorm, at_least_float32, l2_normalize
 
 
@@ -82,23 +80,25 @@ def chunk_delta_rule(
         M = (I + A)⁻¹ diag(β)      Û = M V      W = M K      U = Û − W S
         O = Q S + tril(Q Kᵀ) U     S ← S + Kᵀ U
 
-    Args: as ``recurrent_delta_rule``; chunk_size: C. backend: ``None`` or ``"torch"``.
+    Args: as ``recurrent_delta_rule``; chunk_size: C. backend: ``"torch"``, ``"triton"``, or
+            ``None``: Triton kernels on CUDA tensors where they are installed, PyTorch elsewhere.
     Returns: as ``recurrent_delta_rule``.
     Raises: ValueError on arguments that do not fit.
     """
-    tokens, S = prepare_rule(
+    return run_chunked(
+        _chunk_form,
         q,
         k,
         v,
-        beta=beta,
+        beta,
         scale=scale,
         initial_state=initial_state,
+        output_final_state=output_final_state,
         cu_seqlens=cu_seqlens,
+        gate="none",
         chunk_size=chunk_size,
         backend=backend,
     )
-    o, S = per_sequence(partial(_chunk_form, chunk_size), tokens, S, cu_seqlens)
-    return o.to(v.dtype), S if output_final_state else None
 
 
 def _chunk_form(C: int, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:

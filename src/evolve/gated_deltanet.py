@@ -11,8 +11,6 @@ One step of online learning: the delta rule's SGD step with weight decay.
 Shapes: q, k [B, T, H, K]; v, o [B, T, HV, V]; g (natural log, ≤ 0), beta [B, T, HV]; S [B, HV, K, V].
 """
 
-from functools import partial
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -21,7 +19,7 @@ from evolve.checks import check_shape
 from evolve.chunking import from_chunks, to_chunks, unit_lower_inverse, walk_chunks
 from evolve.deltanet import delta_rule_step
 from evolve.memory_layer import Call, MemoryLayer, float32_parameter, initial_dt_bias
-from evolve.memory_rule import per_sequence, prepare_rule, token_loop
+from evolve.memory_rule import per_sequence, prepare_rule, run_chunked, token_loop
 from evolve.norms import GatedRMSNorm, at_least_float32, l2_normalize
 
 
@@ -88,11 +86,13 @@ def chunk_gated_delta_rule(
         M = (I + A)⁻¹ diag(β)    Û = M V    W = M (e^G ⊙ K)    U = Û − W S
         O = e^G ⊙ (Q S) + tril(Q Kᵀ ⊙ Γ) U    S ← e^{G_C} S + (Γ_C ⊙ K)ᵀ U
 
-    Args: as ``recurrent_gated_delta_rule``; chunk_size: C. backend: ``None`` or ``"torch"``.
+    Args: as ``recurrent_gated_delta_rule``; chunk_size: C. backend: ``"torch"``, ``"triton"``, or
+            ``None``: Triton kernels on CUDA tensors where they are installed, PyTorch elsewhere.
     Returns: as ``recurrent_gated_delta_rule``.
     Raises: ValueError on arguments that do not fit.
     """
-    tokens, S = prepare_rule(
+    return run_chunked(
+        _chunk_form,
         q,
         k,
         v,
@@ -100,13 +100,12 @@ def chunk_gated_delta_rule(
         beta,
         scale=scale,
         initial_state=initial_state,
+        output_final_state=output_final_state,
         cu_seqlens=cu_seqlens,
         gate="head",
         chunk_size=chunk_size,
         backend=backend,
     )
-    o, S = per_sequence(partial(_chunk_form, chunk_size), tokens, S, cu_seqlens)
-    return o.to(v.dtype), S if output_final_state else None
 
 
 def pairwise_decay(g: Tensor) -> Tensor:

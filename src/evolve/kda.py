@@ -30,9 +30,11 @@ from evolve.chunking import (
     walk_chunks,
 )
 from evolve.deltanet import delta_rule_step
-from evolve.memory_layer import Call, MemoryLayer, float32_parameter, initial_dt_bias
-from evolve.memory_rule import per_sequence, prepare_rule, token_loop
+from evolve.memory_layer import Call, LayerCache, MemoryLayer, float32_parameter, initial_dt_bias
+from evolve.memory_rule import per_sequence, prepare_rule, run_chunked, runs_on_triton, token_loop
 from evolve.norms import GatedRMSNorm, at_least_float32, l2_normalize
+
+FILLED = ("state", "q_conv", "k_conv", "v_conv")  # what a cache holds after a prompt
 
 
 def kda_gate(z: Tensor, A_log: Tensor, dt_bias: Tensor, *, lower_bound: float | None = None) -> Tensor:
@@ -117,6 +119,7 @@ def chunk_kda(
     cu_seqlens: Tensor | None = None,
     chunk_size: int = 64,
     backend: str | None = None,
+    lower_bound: float | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """KDA in chunks of C tokens (Kimi Linear, section 3).
 
@@ -127,11 +130,15 @@ def chunk_kda(
         M = (I + A)⁻¹ diag(β)    Û = M V    W = M (e^G ⊙ K)    U = Û − W S
         O = (e^G ⊙ Q) S + A_q U    S ← Diag(e^{G_C}) S + (e^{G_C − G} ⊙ K)ᵀ U
 
-    Args: as ``recurrent_kda``; chunk_size: C. backend: ``None`` or ``"torch"``.
+    Args: as ``recurrent_kda``; chunk_size: C. backend: ``"torch"``, ``"triton"``, or
+            ``None``: Triton kernels on CUDA tensors where they are installed, PyTorch elsewhere.
+        lower_bound: the bound of the gate that made g, if it has one (``kda_gate``): from −5.8 up, the
+            kernels then take 16 tokens in one product. PyTorch's form has no use for it.
     Returns: as ``recurrent_kda``.
     Raises: ValueError on arguments that do not fit.
     """
-    tokens, S = prepare_rule(
+    return run_chunked(
+        _chunk_form,
         q,
         k,
         v,
@@ -139,13 +146,13 @@ def chunk_kda(
         beta,
         scale=scale,
         initial_state=initial_state,
+        output_final_state=output_final_state,
         cu_seqlens=cu_seqlens,
         gate="channel",
         chunk_size=chunk_size,
         backend=backend,
+        lower_bound=lower_bound,
     )
-    o, S = per_sequence(partial(_chunk_form, chunk_size), tokens, S, cu_seqlens)
-    return o.to(v.dtype), S if output_final_state else None
 
 
 def _chunk_form(
@@ -215,6 +222,7 @@ class KimiDeltaAttention(MemoryLayer):
     Args:
         gate_lower_bound: the bound of the decay gate g, or ``None`` for the unbounded one (``kda_gate``).
         full_rank_gate: one matrix ``g_proj`` for the output gate instead of ``g_a_proj``, ``g_b_proj``.
+        backend: as in ``chunk_kda``; one decoded token is then one kernel too.
         Sizes, arguments and cache: see ``MemoryLayer``.
     """
 
@@ -230,6 +238,7 @@ class KimiDeltaAttention(MemoryLayer):
         norm_eps: float = 1e-5,
         gate_lower_bound: float | None = None,
         full_rank_gate: bool = False,
+        backend: str | None = None,
     ) -> None:
         super().__init__(
             hidden_size,
@@ -242,6 +251,7 @@ class KimiDeltaAttention(MemoryLayer):
         HV, K, V = self.num_v_heads, head_dim, self.head_v_dim
         check_lower_bound("gate_lower_bound", gate_lower_bound)
         self.gate_lower_bound = gate_lower_bound
+        self.backend = backend
         self.f_a_proj = nn.Linear(hidden_size, V, bias=False)
         self.f_b_proj = nn.Linear(V, HV * K, bias=False)
         self.b_proj = nn.Linear(hidden_size, HV, bias=False)
@@ -262,12 +272,58 @@ class KimiDeltaAttention(MemoryLayer):
             self.A_log.zero_()
         self.dt_bias.copy_(initial_dt_bias(self.dt_bias.numel()))
 
+    def forward(
+        self, x: Tensor, cache: LayerCache | None = None, attention_mask: Tensor | None = None
+    ) -> Tensor:
+        """As ``MemoryLayer.forward``; with Triton, one token without gradient is one fused kernel."""
+        if self._decodes_in_a_kernel(x, cache, attention_mask):
+            return self._decode(x, cache)
+        return super().forward(x, cache, attention_mask)
+
+    def _decodes_in_a_kernel(
+        self, x: Tensor, cache: LayerCache | None, attention_mask: Tensor | None
+    ) -> bool:
+        """One real token a row, a filled cache, every convolution there, and nothing to differentiate."""
+        one_token = x.ndim == 3 and x.shape[1] == 1 and x.shape[0] > 0 and not torch.is_grad_enabled()
+        if not one_token or cache is None or any(cache.get(n) is None for n in FILLED):
+            return False
+        if max(self.head_dim, self.head_v_dim) > 256 or self.q_conv1d is None:
+            return False
+        is_real = attention_mask is None or bool(attention_mask.all())
+        return is_real and runs_on_triton(self.backend, (x, *(cache[n] for n in FILLED)))
+
+    def _decode(self, x: Tensor, cache: LayerCache) -> Tensor:
+        from evolve_kernels.kda_decode import kda_decode
+
+        x, B, HV = x[:, 0], x.shape[0], self.num_v_heads
+        gate = self.g_proj(x) if self.g_proj is not None else self.g_b_proj(self.g_a_proj(x))
+        decoded = kda_decode(
+            *(getattr(self, f"{name}_proj")(x).unflatten(-1, (-1, self.head_dim)) for name in "qk"),
+            self.v_proj(x).unflatten(-1, (HV, self.head_v_dim)),
+            self.f_b_proj(self.f_a_proj(x)).view(B, HV, self.head_dim),
+            self.b_proj(x),
+            gate.view(B, HV, self.head_v_dim),
+            cache["state"],
+            tuple(cache[f"{name}_conv"] for name in "qkv"),
+            tuple(getattr(self, f"{name}_conv1d").weight for name in "qkv"),
+            self.A_log,
+            self.dt_bias,
+            self.o_norm.weight,
+            lower_bound=self.gate_lower_bound,
+            eps=self.o_norm.eps,
+        )
+        y = self.o_proj(decoded.y.flatten(1))[:, None]
+        for name, entry in zip(FILLED, (decoded.state, *decoded.histories)):
+            cache[name] = entry
+        return y
+
     def remember(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         q, k = l2_normalize(q), l2_normalize(k)
         z = self.f_b_proj(self.f_a_proj(x)).unflatten(-1, (-1, self.head_dim))
         g = kda_gate(z, self.A_log, self.dt_bias, lower_bound=self.gate_lower_bound)
         beta = at_least_float32(self.b_proj(x)).sigmoid()
-        return call.run(recurrent_kda, chunk_kda, q, k, v, g, beta)
+        chunk = partial(chunk_kda, backend=self.backend, lower_bound=self.gate_lower_bound)
+        return call.run(recurrent_kda, chunk, q, k, v, g, beta)
 
     def read_out(self, o: Tensor, x: Tensor) -> Tensor:
         gate = self.g_proj(x) if self.g_proj is not None else self.g_b_proj(self.g_a_proj(x))

@@ -11,8 +11,6 @@ One step of online learning: the Hebbian step, the gradient of −⟨Sᵀk, v⟩
 Shapes: q, k [B, T, H, K]; v, o [B, T, HV, V]; S [B, HV, K, V]; z [B, HV, K].
 """
 
-from functools import partial
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -20,7 +18,7 @@ from torch import Tensor, nn
 from evolve.checks import check_shape, require
 from evolve.chunking import from_chunks, to_chunks
 from evolve.memory_layer import Call, MemoryLayer
-from evolve.memory_rule import Tensors, outer, per_sequence, prepare_rule, read, token_loop
+from evolve.memory_rule import Tensors, outer, per_sequence, prepare_rule, read, run_chunked, token_loop
 from evolve.norms import RMSNorm
 
 State = Tensor | tuple[Tensor, Tensor]
@@ -86,14 +84,18 @@ def chunk_linear_attention(
 
     with the chunk's rows stacked into Q, K [C, K] and V [C, V], and S the state before the chunk.
 
-    Args: as ``recurrent_linear_attention``; chunk_size: C. backend: ``None`` or ``"torch"``.
+    Args: as ``recurrent_linear_attention``; chunk_size: C. backend: ``"torch"``, ``"triton"``, or
+            ``None``: Triton kernels on CUDA tensors where they are installed, PyTorch elsewhere.
     Returns: as ``recurrent_linear_attention``.
     Raises: ValueError on arguments that do not fit.
     """
     tokens, S = _prepare(
         q, k, v, scale, feature_map, normalize, initial_state, cu_seqlens, chunk_size, backend
     )
-    o, S = per_sequence(partial(_chunk_form, chunk_size), tokens, S, cu_seqlens)
+    how = {"cu_seqlens": cu_seqlens, "chunk_size": chunk_size, "backend": backend}
+    o, S = run_chunked(
+        _chunk_form, *tokens, scale=1.0, initial_state=S, output_final_state=True, gate="none", **how
+    )
     return _finish(o, S, v.dtype, normalize, output_final_state)
 
 

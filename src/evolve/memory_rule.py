@@ -6,10 +6,11 @@ sequences. q, k [B, T, H, K]; v, o [B, T, HV, V]; g [B, T, HV] or [B, T, HV, K];
 state [B, HV, K, V], or [N, HV, K, V] when ``cu_seqlens`` packs N sequences into one row.
 """
 
+import importlib.util
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import reduce
+from functools import cache, partial, reduce
 from itertools import pairwise
 
 import torch
@@ -74,7 +75,6 @@ def check_options(scale: float | None, chunk_size: int, backend: str | None) -> 
     require(is_count, f"chunk_size must be a positive int, got {chunk_size!r}")
     known = backend in (None, "torch", "triton")
     require(known, f'backend must be None, "torch" or "triton", got {backend!r}')
-    require(backend != "triton", 'backend "triton" has no kernel for this rule: use "torch" or None')
 
 
 def prepare_rule(
@@ -145,6 +145,62 @@ def without_autocast(device: torch.device) -> AbstractContextManager:
     if not torch.amp.is_autocast_available(device.type):
         return nullcontext()
     return torch.autocast(device.type, enabled=False)
+
+
+@cache
+def has_triton() -> bool:
+    """Whether Triton (Linux only) and the project's kernels can be imported; nothing is imported yet."""
+    return all(importlib.util.find_spec(name) is not None for name in ("triton", "evolve_kernels"))
+
+
+def runs_on_triton(backend: str | None, inputs: Tensors) -> bool:
+    """Whether a kernel takes these tensors: ``None`` asks what is there, ``"triton"`` insists on it.
+
+    Raises: ValueError where ``"triton"`` cannot be: without Triton, or with float64 inputs.
+    """
+    half_or_single = all(x.dtype != torch.float64 for x in inputs)
+    if backend == "triton":
+        install = "pip install evolve-k3[kernels], Linux only"
+        hint = 'backend=None or "torch" runs the PyTorch form'
+        require(has_triton(), f'backend "triton" needs Triton, which is not installed ({install}): {hint}')
+        require(half_or_single, f'backend "triton" computes in float32 and takes no float64 inputs: {hint}')
+        return True
+    return backend is None and half_or_single and all(x.is_cuda for x in inputs) and has_triton()
+
+
+def run_chunked(
+    form: Form,
+    *tokens: Tensor,
+    scale: float | None,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    cu_seqlens: Tensor | None,
+    gate: str,
+    chunk_size: int,
+    backend: str | None,
+    lower_bound: float | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """A chunked rule where ``backend`` says: Triton kernels, or ``form(C, *tokens, S)`` in PyTorch.
+
+    tokens: q, k, v, then g unless gate is "none", then beta unless the rule only adds.
+    """
+    q, k, v, *more = tokens
+    g = more.pop(0) if gate != "none" else None
+    beta = more.pop(0) if more else None
+    options = {"scale": scale, "initial_state": initial_state, "cu_seqlens": cu_seqlens}
+    check_options(scale, chunk_size, backend)
+    check_rule_inputs(q, k, v, g, beta, initial_state, cu_seqlens, gate)
+    inputs = tokens if initial_state is None else (*tokens, initial_state)
+    if runs_on_triton(backend, inputs) and (backend or (chunk_size in (16, 32, 64) and q.shape[-1] <= 256)):
+        from evolve_kernels.chunk_rule import chunk_rule
+
+        o, S = chunk_rule(q, k, v, g, beta, **options, chunk_size=chunk_size, lower_bound=lower_bound)
+    else:
+        ready, S = prepare_rule(
+            q, k, v, g, beta, **options, gate=gate, chunk_size=chunk_size, backend=backend
+        )
+        o, S = per_sequence(partial(form, chunk_size), ready, S, cu_seqlens)
+    return o.to(v.dtype), S if output_final_state else None
 
 
 def token_loop(step: Form) -> Form:

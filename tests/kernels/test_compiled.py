@@ -1,0 +1,77 @@
+"""Every kernel compiled to machine code at real models' shapes, as its wrapper launches it. No GPU needed.
+
+Hopper in every run; ``EVOLVE_TARGETS="sm_80 sm_100 gfx942"`` adds others.
+"""
+
+import json
+import os
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import triton
+from benchmarks.kernel_cases import CASES, launches_of
+from benchmarks.kernels import HEAD, RESULTS, compile_launch, limit, row, table
+from benchmarks.roofline import FLOPS
+
+from evolve_kernels.chunk_rule import chunk_rule
+from evolve_kernels.launch import launch, recorded
+
+MORE_TARGETS = os.environ.get("EVOLVE_TARGETS", "").split()
+STORED = json.loads((RESULTS / "kernels.json").read_text())
+FORWARD = ("chunk_prepare_kernel", "chunk_walk_kernel", "kda_decode_kernel")
+
+
+def stored_rows(case: str) -> list[dict]:
+    return [one for one in STORED["rows"] if one["case"] == case]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_kernels_compile_for_hopper_as_the_table_says(case: str) -> None:
+    """They fit; at K3's shapes nothing is spilled going forward; the committed table is what they are now."""
+    launches = launches_of(case)
+    found = [row(case, one, "sm_90") for one in launches]
+    for one in found:
+        assert one["shared"] <= limit("sm_90"), one["kernel"]
+        assert one["tensor_core"] == ("none" if CASES[case].decode else "wgmma"), one["kernel"]
+        if "K3" in case and one["kernel"] in FORWARD and not one["keeps"]:
+            assert one["spilled"] == 0, one["kernel"]
+    assert [one["kernel"] for one in found] == [one["kernel"] for one in stored_rows(case)]
+    if triton.__version__ == STORED["versions"]["triton"]:
+        assert found == stored_rows(case), "run python -m benchmarks.kernels"
+
+
+@pytest.mark.skipif(not MORE_TARGETS, reason="EVOLVE_TARGETS names no target")
+@pytest.mark.parametrize("target", MORE_TARGETS or ["none"])
+@pytest.mark.parametrize("case", CASES)
+def test_kernels_compile_for_other_targets(case: str, target: str) -> None:
+    for one in launches_of(case):
+        assert compile_launch(one, target).shared <= limit(target), one.name
+
+
+def test_the_table_is_rendered_from_the_stored_rows() -> None:
+    page = (RESULTS / "kernels.md").read_text()
+    assert page.endswith(table(STORED["rows"]))
+    assert page.startswith(HEAD.split("\n")[0])
+
+
+def test_every_kernel_is_compiled() -> None:
+    assert {one["kernel"] for one in STORED["rows"]} == set(FLOPS)
+
+
+def test_a_kernel_that_spills_is_seen() -> None:
+    """The check itself: K3's walk with 128 columns a program does not fit the registers."""
+    walk = next(one for one in launches_of("KDA, K3") if one.name == "chunk_walk_kernel")
+    walk.arguments["BV"] = 128
+    assert compile_launch(walk, "sm_90").spilled > 0
+
+
+def test_meta_tensors_are_only_for_recording() -> None:
+    with recorded() as launches:
+        launch(None, 3, {"x": torch.empty(2, device="meta")}, num_warps=4)
+    assert [(one.programs, one.options) for one in launches] == [(3, {"num_warps": 4})]
+    x = torch.empty(1, 4, 1, 16, device="meta")
+    with pytest.raises(ValueError, match="needs CUDA tensors"):
+        chunk_rule(x, x, x)

@@ -1,0 +1,86 @@
+"""Bytes and FLOPs of the roofline table, counted again while the interpreter runs the kernels."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from benchmarks.kernel_cases import Case, call
+from benchmarks.roofline import cost
+from triton.runtime.interpreter import InterpreterBuilder
+
+from evolve_kernels import launch as launching
+from evolve_kernels.launch import recorded
+
+SMALL = Case(T=32, H=1, HV=1, K=32, V=32)
+CASES = {
+    "KDA, bounded": dataclasses.replace(SMALL, lower_bound=-5.0),
+    "KDA": SMALL,
+    "gated": dataclasses.replace(SMALL, gate="head"),
+    "delta": dataclasses.replace(SMALL, gate="none"),
+    "linear": dataclasses.replace(SMALL, gate="none", erase=False),
+}
+
+
+TABLES = ("starts", "chunk_starts", "chunk_rows")
+
+
+class Counter:
+    """Which bytes were touched, and the FLOPs of every ``tl.dot``."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.reset()
+        builder = InterpreterBuilder
+        load, store, dot = builder.create_masked_load, builder.create_masked_store, builder.create_dot
+
+        def counted_load(this, ptrs, mask, *rest):
+            self.touch(ptrs, mask)
+            return load(this, ptrs, mask, *rest)
+
+        def counted_store(this, ptrs, value, mask, *rest):
+            self.touch(ptrs, mask)
+            return store(this, ptrs, value, mask, *rest)
+
+        def counted_dot(this, a, b, *rest):
+            self.flops += 2 * a.data.shape[0] * a.data.shape[1] * b.data.shape[1]
+            return dot(this, a, b, *rest)
+
+        monkeypatch.setattr(builder, "create_masked_load", counted_load)
+        monkeypatch.setattr(builder, "create_masked_store", counted_store)
+        monkeypatch.setattr(builder, "create_dot", counted_dot)
+
+    def reset(self) -> None:
+        self.touched, self.flops = {}, 0
+
+    def touch(self, ptrs, mask) -> None:
+        size = ptrs.get_element_ty().primitive_bitwidth // 8
+        addresses = np.broadcast_to(ptrs.data, mask.data.shape)[mask.data]
+        self.touched.update(dict.fromkeys(np.unique(addresses).tolist(), size))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_byte_and_product_is_counted(name: str, monkeypatch) -> None:
+    """Nothing is given to a kernel that it leaves alone, but the numbers that say where sequences start."""
+    counter, run, seen = Counter(monkeypatch), launching.launch, []
+
+    def observed(kernel, programs, arguments, **options) -> None:
+        counter.reset()
+        with recorded() as launches:
+            run(kernel, programs, arguments, **options)
+        seen.append((launches[0], sum(counter.touched.values()), counter.flops))
+
+    for module in ("chunk_rule", "kda_decode"):
+        monkeypatch.setattr(f"evolve_kernels.{module}.launch", observed)
+    call(CASES[name], "cpu", torch.float16)()
+    assert len(seen) == 7
+    for launch, touched, flops in seen:
+        assert flops == cost(launch).flops, launch.name
+        tables = sum(
+            launch.arguments[t].nbytes
+            for t in ("starts", "chunk_starts", "chunk_rows")
+            if t in launch.arguments
+        )
+        assert abs(touched - cost(launch).bytes) <= tables, launch.name

@@ -1,0 +1,82 @@
+"""The fused decode step in Triton's interpreter against the layer's own operations."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from evolve.kda import KimiDeltaAttention
+from tests.kernels.memory_guard import Guard, guarded
+
+K3 = {"gate_lower_bound": -5.0, "full_rank_gate": True}
+LAYERS = {
+    "K3": (2, 16, K3),
+    "Kimi Linear": (2, 20, {}),
+    "grouped": (2, 12, K3 | {"num_v_heads": 6, "head_v_dim": 24}),
+    "wide": (1, 130, K3 | {"head_v_dim": 20}),
+    "short": (2, 16, K3 | {"conv_size": 2}),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@torch.no_grad()
+def test_prefill_and_decode_equal_the_layer(name: str, launches) -> None:
+    """Three tokens after a prompt: outputs, states and histories; none written beyond its tensor."""
+    H, K, options = LAYERS[name]
+    layer = KimiDeltaAttention(24, H, K, **options)
+    layer.A_log.normal_()
+    layer.o_norm.weight.normal_()
+    x = torch.randn(3, 8, 24)
+    caches = {"torch": {}, "triton": {}}
+    outputs = {}
+    for backend, cache in caches.items():
+        layer.backend = "torch"
+        y = [layer(x[:, :5], cache)]
+        layer.backend = backend
+        for t in range(5, 8):
+            for entry in list(cache) if backend == "triton" else []:
+                cache[entry] = guarded(cache[entry])
+            with Guard() as guard:
+                y.append(layer(x[:, t : t + 1], cache))
+            if backend == "triton":
+                guard.check()
+        outputs[backend] = torch.cat(y, 1)
+    assert launches == {"kda_decode_kernel": 3}
+    torch.testing.assert_close(outputs["triton"], outputs["torch"], rtol=2e-5, atol=2e-6)
+    for entry, want in caches["torch"].items():
+        torch.testing.assert_close(caches["triton"][entry], want, rtol=2e-5, atol=2e-6)
+
+
+@torch.no_grad()
+def test_softplus_keeps_the_digits_of_slow_decays() -> None:
+    """A raw gate of −12 decays by 6e-6 a token: within float32 of the exact layer, not of zero."""
+    layer = KimiDeltaAttention(8, 1, 16)
+    layer.f_a_proj.weight.zero_()
+    layer.dt_bias.copy_(torch.linspace(-14, 14, 16))
+    layer.A_log.zero_()
+    cache, S = {}, torch.full((1, 1, 16, 16), 1.0)
+    layer(torch.randn(1, 3, 8), cache)
+    layer.backend, cache["state"] = "triton", S
+    layer.b_proj.weight.copy_(torch.full_like(layer.b_proj.weight, -20.0))  # β = 0 for a positive input
+    layer(torch.ones(1, 1, 8), cache)
+    want = torch.exp(-torch.nn.functional.softplus(torch.linspace(-14, 14, 16).double()))
+    torch.testing.assert_close(cache["state"][0, 0, :, 0].double(), want, rtol=1e-6, atol=0)
+
+
+@torch.no_grad()
+def test_when_the_layer_decodes_in_a_kernel(launches) -> None:
+    """Only one token a row, with a filled cache and without gradient; padding goes the other way."""
+    layer, x = KimiDeltaAttention(8, 1, 16, backend="triton", **K3), torch.randn(2, 1, 8)
+    cache = {}
+    layer(x, cache)
+    assert launches == {}  # the first token has no state yet
+    layer(x, cache, torch.tensor([[True], [False]]))
+    assert launches == {}
+    layer(x, cache, torch.tensor([[True], [True]]))
+    assert launches == {"kda_decode_kernel": 1}
+    with torch.enable_grad():
+        assert layer(x, dict(cache)).requires_grad
+    assert launches == {"kda_decode_kernel": 1}
+    layer.backend = "torch"
+    layer(x, cache)
+    assert launches == {"kda_decode_kernel": 1}

@@ -1,0 +1,140 @@
+"""Planted faults: one-line changes of the kernels, each of which must turn the suite red on a numeric assert.
+
+The changed package is a copy in a temporary folder, since Triton reads a kernel's source from its file.
+"""
+
+import importlib
+import importlib.util
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+FRESH = ("evolve_kernels", "tests.kernels.test_interpreted_rules", "tests.kernels.test_interpreted_decode")
+
+
+@contextmanager
+def planted(folder: Path, module: str, old: str, new: str):
+    """Within, ``evolve_kernels`` is a copy with one change, and the suites import it anew."""
+    package = Path(importlib.util.find_spec("evolve_kernels").origin).parent
+    copy = folder / "evolve_kernels"
+    shutil.copytree(package, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    path = copy / f"{module}.py"
+    found = path.read_text().count(old)
+    assert found == 1, f"{old!r} must stand once in {module}, found {found} times"
+    path.write_text(path.read_text().replace(old, new))
+    kept = {name: sys.modules.pop(name) for name in list(sys.modules) if name.startswith(FRESH)}
+    sys.path.insert(0, str(folder))
+    importlib.invalidate_caches()
+    try:
+        yield
+        assert sys.modules["evolve_kernels"].__file__.startswith(str(folder))
+    finally:
+        sys.path.remove(str(folder))
+        for name in [name for name in sys.modules if name.startswith(FRESH)]:
+            del sys.modules[name]
+        sys.modules.update(kept)
+
+
+def rule(name: str, C: int = 16, bound: float | None = None, **sizes) -> Callable[[dict], None]:
+    """The suite's comparison of output, state and every gradient for one rule."""
+
+    def run(launches: dict) -> None:
+        suite = importlib.import_module("tests.kernels.test_interpreted_rules")
+        given = {"T": 19, "B": 1, "H": 1} | sizes
+        suite.compare(getattr(suite, name), given, launches, chunk_size=C, lower_bound=bound)
+
+    return run
+
+
+def decode(launches: dict) -> None:
+    suite = importlib.import_module("tests.kernels.test_interpreted_decode")
+    suite.test_prefill_and_decode_equal_the_layer("grouped", launches)
+
+
+KDA, GROUPED = rule("KDA"), rule("KDA", H=2, HV=4, gate="-1.5")
+BOUNDED = rule("KDA", 32, -5.0, T=30, gate="-1.5")
+GATED, DELTA = rule("GATED"), rule("DELTA")
+
+
+@dataclass(frozen=True)
+class Fault:
+    what: str
+    module: str
+    old: str
+    new: str
+    sentinel: Callable[[dict], None]
+
+
+FAULTS = [
+    Fault(
+        "a block's gates run into the next block",
+        "tiles",
+        "tl.where((r % SIZE == SIZE - 1)[:, None], 0.0, g_next)",
+        "g_next",
+        KDA,
+    ),
+    Fault("the wrong blocks meet", "tiles", "block % 2 == 1", "block % 2 == 0", KDA),
+    Fault("anchored on the last row", "tiles", "(r % SIZE == 0)", "(r % SIZE == SIZE - 1)", BOUNDED),
+    Fault("tiles with the future", "tiles", "r[:, None] >= r[None, :])\n\n\n@triton.jit\ndef since_first",
+          "r[:, None] + 1 >= r[None, :])\n\n\n@triton.jit\ndef since_first", BOUNDED),
+    Fault("half the inverse", "tiles", "static_range(1, LOG_C)", "static_range(1, LOG_C - 1)", DELTA),
+    Fault("decay with the own gate", "tiles", "tl.where(r[:, None] > r[None, :], g[:, None]",
+          "tl.where(r[:, None] >= r[None, :], g[:, None]", GATED),
+    Fault(
+        "reads beyond a row",
+        "tiles",
+        "cols[None, :]), mask=mask, other=0.0)",
+        "cols[None, :]))",
+        DELTA,
+    ),
+    Fault(
+        "writes beyond a tensor",
+        "tiles",
+        "tile.to(x.dtype.element_ty), mask=mask)",
+        "tile.to(x.dtype.element_ty))",
+        DELTA,
+    ),
+    Fault("key heads tiled", "chunk_prepare", "k += hv // (HV // H) * K", "k += hv % H * K", GROUPED),
+    Fault("beta left out", "chunk_prepare", "m = x * strength[None, :]", "m = x", DELTA),
+    Fault("query not scaled", "chunk_prepare", "H * K, cols, K) * scale", "H * K, cols, K)", DELTA),
+    Fault("old state not erased", "chunk_walk", "u_rows -= tl.dot", "u_rows -= 0 * tl.dot", DELTA),
+    Fault("the state never fades", "chunk_walk", "            S *= tl.load(decay + chunk)",
+          "            S *= 1.0 + 0 * tl.load(decay + chunk)", GATED),
+    Fault("the first chunk's keys again", "chunk_walk",
+          "k_rows = load_tile(k_out + hv * K, at, r, count, HV * K, keys, K)\n        u_rows",
+          "k_rows = load_tile(k_out + hv * K, first, r, count, HV * K, keys, K)\n        u_rows", DELTA),
+    Fault("erasing differentiated with the wrong sign", "chunk_walk", "dS -= tl.dot", "dS += tl.dot", DELTA),
+    Fault("decay's gradient without dS", "chunk_walk", "dd += tl.sum(S * dS", "dd += tl.sum(S * S", KDA),
+    Fault("gate's gradient from the wrong end", "chunk_prepare_backward",
+          "axis=0, reverse=True)\n            sums", "axis=0)\n            sums", KDA),
+    Fault("a key fades by its own gate", "chunk_prepare_backward", "tl.cumsum(faded, axis=0) - faded",
+          "tl.cumsum(faded, axis=0)", KDA),
+    Fault("beta's gradient of the wrong axis", "chunk_prepare_backward", "tl.sum(d_m * x, axis=0)",
+          "tl.sum(d_m * x, axis=1)", DELTA),
+    Fault("decoding without beta", "kda_decode", "(beta * error)", "(error)", decode),
+    Fault("a convolution that forgets", "kda_decode", "(j - 1) * D, x,", "(j - 1) * D, 0 * x,", decode),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("sentinel", [KDA, GROUPED, BOUNDED, GATED, DELTA, decode])
+def test_the_unchanged_copy_passes(sentinel, tmp_path, launches) -> None:
+    with planted(tmp_path, "tiles", "block % 2 == 1", "block % 2 == 1"):
+        sentinel(launches)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.what)
+def test_a_planted_fault_turns_its_sentinel_red(fault: Fault, tmp_path, launches) -> None:
+    torch.manual_seed(0)
+    with planted(tmp_path, fault.module, fault.old, fault.new), pytest.raises(AssertionError) as failure:
+        fault.sentinel(launches)
+    message = str(failure.value).splitlines()[0]
+    assert not re.search(r"shape|dtype|must stand once|kernel", message), f"not a numeric failure: {message}"
