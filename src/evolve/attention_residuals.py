@@ -19,6 +19,7 @@ Shapes: v, sources [M, ..., D]; h [..., D]; query w, gain γ [D]; M sources, S s
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -36,7 +37,7 @@ def attention_residual(
     """The mix of M sources at one site (Attention Residuals, eqs. 2 to 4).
 
     Args: sources: [M, ..., D], or M tensors [..., D]. query, gain: [D].
-    Returns: [..., D] in the sources' dtype; computed in float32 at least.
+    Returns: [..., D] in the sources' dtype (the widest, if they differ); computed in float32 at least.
     Raises: ValueError on no source or shapes that do not fit.
     """
     sources = _checked(sources, query, gain, eps)
@@ -108,12 +109,12 @@ def _checked(sources: Tensor | Sequence[Tensor], query: Tensor, gain: Tensor, ep
         check_float("sources", v)
         fits = v.ndim >= 1 and v.shape == sources[0].shape
         require(fits, f"sources must have one shape [..., D], got {[list(v.shape) for v in sources]}")
-        require(v.dtype == sources[0].dtype, f"sources must have one dtype, got {[v.dtype for v in sources]}")
     for name, x in (("query", query), ("gain", gain)):
         check_float(name, x)
         check_shape(name, x, D=sources[0].shape[-1])
     _check_eps(eps)
-    return sources
+    dtype = reduce(torch.promote_types, (v.dtype for v in sources))  # they differ under autocast
+    return [v.to(dtype) for v in sources]
 
 
 def _check_eps(eps: float) -> None:

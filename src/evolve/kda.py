@@ -319,11 +319,14 @@ class KimiDeltaAttention(MemoryLayer):
 
     def remember(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         q, k = l2_normalize(q), l2_normalize(k)
-        z = self.f_b_proj(self.f_a_proj(x)).unflatten(-1, (-1, self.head_dim))
-        g = kda_gate(z, self.A_log, self.dt_bias, lower_bound=self.gate_lower_bound)
         beta = at_least_float32(self.b_proj(x)).sigmoid()
         chunk = partial(chunk_kda, backend=self.backend, lower_bound=self.gate_lower_bound)
-        return call.run(recurrent_kda, chunk, q, k, v, g, beta)
+        return call.run(recurrent_kda, chunk, q, k, v, self.log_decays(x), beta)
+
+    def log_decays(self, x: Tensor) -> Tensor:
+        """g of every channel, a function of the token alone: [B, T, D] -> [B, T, HV, K]."""
+        z = self.f_b_proj(self.f_a_proj(x)).unflatten(-1, (-1, self.head_dim))
+        return kda_gate(z, self.A_log, self.dt_bias, lower_bound=self.gate_lower_bound)
 
     def read_out(self, o: Tensor, x: Tensor) -> Tensor:
         gate = self.g_proj(x) if self.g_proj is not None else self.g_b_proj(self.g_a_proj(x))

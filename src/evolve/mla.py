@@ -235,7 +235,8 @@ class MultiHeadLatentAttention(nn.Module):
             latent = cache.append("latent", latent)
         absorb = self.absorbing_is_cheaper(T, latent.shape[1])
         attend = absorbed_mla if absorb else expanded_mla
-        o = attend(self.queries(x), latent, self.kv_b_proj.weight, key_mask=key_mask).flatten(2)
+        q = self.queries(x)
+        o = attend(q, latent, self.kv_b_proj.weight.to(q.dtype), key_mask=key_mask).flatten(2)
         if self.g_proj is not None:
             o = o * self.g_proj(x).sigmoid()
         y = self.o_proj(o)
@@ -252,7 +253,7 @@ class MultiHeadLatentAttention(nn.Module):
     def latents(self, x: Tensor) -> Tensor:
         """What is stored of every token, [B, T, R + Kr]: the normed latent c, and k_s, which has no norm."""
         c, k_s = self.kv_a_proj_with_mqa(x).split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
-        return torch.cat([self.kv_a_layernorm(c), k_s], dim=-1)
+        return torch.cat([self.kv_a_layernorm(c).to(k_s.dtype), k_s], dim=-1)  # autocast: norms are wider
 
     def absorbing_is_cheaper(self, T: int, S: int) -> bool:
         """Whether T new tokens after S − T cached ones cost fewer products in the absorbed form.

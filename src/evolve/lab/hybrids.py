@@ -73,14 +73,14 @@ def whole_numbers(right: Tensor) -> float:
 
 
 @contextmanager
-def silenced(model: Decoder, kind: type[nn.Module]) -> Iterator[None]:
-    """Inside the ``with`` every mixer of ``model`` of the class ``kind`` adds nothing to the residual stream.
+def silenced(model: nn.Module, kind: type[nn.Module]) -> Iterator[None]:
+    """Inside the ``with`` every part of ``model`` of the class ``kind``, a mixer or experts, returns zeros.
 
-    Raises ``ValueError`` where the model has no such mixer.
+    Raises ``ValueError`` where the model has no such part.
     """
-    mixers = [layer.self_attn for layer in model.layers if isinstance(layer.self_attn, kind)]
-    require(bool(mixers), f"model must have a mixer of the class {kind.__name__}, got none")
-    hooks = [m.register_forward_hook(lambda _, __, out: torch.zeros_like(out)) for m in mixers]
+    parts = [m for m in model.modules() if isinstance(m, kind)]
+    require(bool(parts), f"model must have a part of the class {kind.__name__}, got none")
+    hooks = [m.register_forward_hook(lambda _, __, out: torch.zeros_like(out)) for m in parts]
     try:
         yield
     finally:

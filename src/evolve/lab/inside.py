@@ -12,7 +12,7 @@ from evolve.checks import require
 from evolve.decoder import Decoder
 from evolve.deltanet import DeltaNet
 from evolve.gated_deltanet import GatedDeltaNet, gated_delta_gate, recurrent_gated_delta_rule
-from evolve.kda import KimiDeltaAttention, kda_gate
+from evolve.kda import KimiDeltaAttention
 from evolve.memory_rule import group_heads
 from evolve.norms import at_least_float32, l2_normalize
 
@@ -74,18 +74,17 @@ def energy_left(w: Written, start: int) -> list[float]:
 
 @torch.no_grad()
 def channel_decays(model: Decoder, input_ids: Tensor) -> list[Tensor]:
-    """Log-decays g [B, T, HV, K] of every layer of ``model`` on ``input_ids`` [B, T]; all must be KDA."""
+    """Log-decays g [B, T, HV, K] of every KDA layer of ``model`` on ``input_ids`` [B, T], lowest first.
+
+    Raises ``ValueError`` where the model has none.
+    """
     found = []
-
-    def look(layer: KimiDeltaAttention, args: tuple[Tensor, ...]) -> None:
-        z = layer.f_b_proj(layer.f_a_proj(args[0])).unflatten(-1, (-1, layer.head_dim))
-        found.append(kda_gate(z, layer.A_log, layer.dt_bias, lower_bound=layer.gate_lower_bound))
-
-    layers = [block.self_attn for block in model.layers]
-    for layer in layers:
-        fits = isinstance(layer, KimiDeltaAttention)
-        require(fits, f"model must have KDA in every layer, got {type(layer).__name__}")
-    hooks = [layer.register_forward_pre_hook(look) for layer in layers]
+    layers = [block.self_attn for block in model.layers if isinstance(block.self_attn, KimiDeltaAttention)]
+    require(bool(layers), "model must have a layer of KDA, got none")
+    hooks = [
+        layer.register_forward_pre_hook(lambda module, args: found.append(module.log_decays(args[0])))
+        for layer in layers
+    ]
     try:
         model(input_ids)
     finally:
