@@ -10,8 +10,8 @@ from evolve.norms import at_least_float32
 def next_token_loss(model: nn.Module, input_ids: Tensor, targets: Tensor) -> Tensor:
     """Mean cross-entropy in nats a token of ``model(input_ids)`` [B, T, vocab] against ``targets`` [B, T].
 
-    A target of -100 asks for nothing. In float32 at least. Raises ``ValueError`` for shapes or ids that do not fit, and where
-    nothing at all is asked.
+    A target of -100 asks for nothing. In float32 at least. Raises ``ValueError`` for shapes or ids that
+    do not fit, and where nothing at all is asked.
     """
     check_shape("input_ids", input_ids, B=None, T=None)
     check_shape("targets", targets, B=input_ids.shape[0], T=input_ids.shape[1])
