@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from evolve_kernels.chunk_prepare import chunk_prepare_kernel
 from evolve_kernels.chunk_prepare_backward import chunk_prepare_backward_kernel
@@ -139,6 +140,7 @@ class ChunkRule(torch.autograd.Function):
         return o.view(v.shape), last_state
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, d_o: Tensor, d_last_state: Tensor) -> tuple[Tensor | None, ...]:
         *tokens, first_state = ctx.saved_tensors
         tokens, plan = dict(zip(("q", "k", "v", "g", "beta"), tokens)), ctx.plan
@@ -172,6 +174,8 @@ def state_gradients(plan: Plan, states: Tensor, d_states: Tensor, given: dict) -
     found["d_w"] = given["d_u"].new_empty(n_tokens, HV, K) if plan.erase else None
     found["d_decay"] = states.new_empty(plan.spans.NT, HV, K) if plan.gate != "none" else None
     arguments = {"states": states, "d_states": d_states} | given | found | plan.tables
+    if not plan.erase:
+        arguments["d_u"] = None
     arguments |= {"chunk_rows": plan.spans.chunk_rows} | plan.rule | {"BK": tile(K, 64), "BV": tile(V, 32)}
     blocks = -(-K // arguments["BK"])
     launch(state_gradients_kernel, plan.spans.NT * HV * blocks, arguments, num_warps=4, num_stages=1)
