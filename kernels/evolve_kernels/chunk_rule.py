@@ -204,6 +204,17 @@ def prepare_back(plan: Plan, tokens: dict, parts: Parts, given: dict) -> tuple[T
     return dq, dk, dv, dg, d_beta
 
 
+def checked(N: int, **given: Tensor | None) -> dict[str, Tensor | None]:
+    """The inputs of ``chunk_rule``, contiguous, once their shapes fit those of q and v."""
+    q, (HV, V) = given["q"], given["v"].shape[2:]
+    B, T, H, K = q.shape
+    sizes = {"q": (B, T, H, K), "k": (B, T, H, K), "v": (B, T, HV, V), "beta": (B, T, HV)}
+    sizes |= {"initial_state": (N, HV, K, V)}
+    per_channel = given["g"] is not None and given["g"].ndim == 4
+    sizes["g"] = (B, T, HV, K) if per_channel else (B, T, HV)
+    return {n: None if x is None else check_tensor(n, x, q.device, *sizes[n]) for n, x in given.items()}
+
+
 def chunk_rule(
     q: Tensor,
     k: Tensor,
@@ -243,11 +254,8 @@ def chunk_rule(
     if cu_seqlens is not None and B != 1:
         raise ValueError(f"cu_seqlens packs sequences into one row: B must be 1, got {B}")
     spans = spans_of(B, T, chunk_size, cu_seqlens, q.device)
+    given = checked(spans.N, q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state)
     gate = "none" if g is None else "channel" if g.ndim == 4 else "head"
-    sizes = {"q": (B, T, H, K), "k": (B, T, H, K), "v": (B, T, HV, V), "beta": (B, T, HV)}
-    sizes |= {"g": (B, T, HV, K) if gate == "channel" else (B, T, HV), "initial_state": (spans.N, HV, K, V)}
-    given = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "initial_state": initial_state}
-    given = {n: None if x is None else check_tensor(n, x, q.device, *sizes[n]) for n, x in given.items()}
     bounded = gate == "channel" and lower_bound is not None and lower_bound >= SAFE_BOUND
     plan = Plan(
         spans=spans,
