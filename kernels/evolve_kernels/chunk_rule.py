@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from evolve_kernels.chunk_prepare import chunk_prepare_kernel
 from evolve_kernels.chunk_prepare_backward import chunk_prepare_backward_kernel
@@ -139,6 +140,7 @@ class ChunkRule(torch.autograd.Function):
         return o.view(v.shape), last_state
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, d_o: Tensor, d_last_state: Tensor) -> tuple[Tensor | None, ...]:
         *tokens, first_state = ctx.saved_tensors
         tokens, plan = dict(zip(("q", "k", "v", "g", "beta"), tokens)), ctx.plan
@@ -172,6 +174,8 @@ def state_gradients(plan: Plan, states: Tensor, d_states: Tensor, given: dict) -
     found["d_w"] = given["d_u"].new_empty(n_tokens, HV, K) if plan.erase else None
     found["d_decay"] = states.new_empty(plan.spans.NT, HV, K) if plan.gate != "none" else None
     arguments = {"states": states, "d_states": d_states} | given | found | plan.tables
+    if not plan.erase:
+        arguments["d_u"] = None
     arguments |= {"chunk_rows": plan.spans.chunk_rows} | plan.rule | {"BK": tile(K, 64), "BV": tile(V, 32)}
     blocks = -(-K // arguments["BK"])
     launch(state_gradients_kernel, plan.spans.NT * HV * blocks, arguments, num_warps=4, num_stages=1)
@@ -198,6 +202,17 @@ def prepare_back(plan: Plan, tokens: dict, parts: Parts, given: dict) -> tuple[T
     if H != HV:
         dq, dk = (x.unflatten(2, (H, HV // H)).sum(3).to(y.dtype) for x, y in ((dq, q), (dk, k)))
     return dq, dk, dv, dg, d_beta
+
+
+def checked(N: int, **given: Tensor | None) -> dict[str, Tensor | None]:
+    """The inputs of ``chunk_rule``, contiguous, once their shapes fit those of q and v."""
+    q, (HV, V) = given["q"], given["v"].shape[2:]
+    B, T, H, K = q.shape
+    sizes = {"q": (B, T, H, K), "k": (B, T, H, K), "v": (B, T, HV, V), "beta": (B, T, HV)}
+    sizes |= {"initial_state": (N, HV, K, V)}
+    per_channel = given["g"] is not None and given["g"].ndim == 4
+    sizes["g"] = (B, T, HV, K) if per_channel else (B, T, HV)
+    return {n: None if x is None else check_tensor(n, x, q.device, *sizes[n]) for n, x in given.items()}
 
 
 def chunk_rule(
@@ -239,11 +254,8 @@ def chunk_rule(
     if cu_seqlens is not None and B != 1:
         raise ValueError(f"cu_seqlens packs sequences into one row: B must be 1, got {B}")
     spans = spans_of(B, T, chunk_size, cu_seqlens, q.device)
+    given = checked(spans.N, q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state)
     gate = "none" if g is None else "channel" if g.ndim == 4 else "head"
-    sizes = {"q": (B, T, H, K), "k": (B, T, H, K), "v": (B, T, HV, V), "beta": (B, T, HV)}
-    sizes |= {"g": (B, T, HV, K) if gate == "channel" else (B, T, HV), "initial_state": (spans.N, HV, K, V)}
-    given = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "initial_state": initial_state}
-    given = {n: None if x is None else check_tensor(n, x, q.device, *sizes[n]) for n, x in given.items()}
     bounded = gate == "channel" and lower_bound is not None and lower_bound >= SAFE_BOUND
     plan = Plan(
         spans=spans,

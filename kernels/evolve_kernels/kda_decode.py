@@ -100,6 +100,17 @@ class Decoded:
     histories: tuple[Tensor, Tensor, Tensor]
 
 
+def sizes_of(B: int, H: int, HV: int, K: int, V: int, W: int) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor that ``kda_decode`` takes, in its order."""
+    sizes = {"q": (B, H, K), "k": (B, H, K), "v": (B, HV, V), "z": (B, HV, K), "b": (B, HV)}
+    sizes |= {"gate": (B, HV, V), "state": (B, HV, K, V)}
+    widths = {"q": H * K, "k": H * K, "v": HV * V}
+    sizes |= {f"{name}_history": (B, W - 1, D) for name, D in widths.items()}
+    sizes |= {f"{name}_weight": (D, 1, W) for name, D in widths.items()}
+    sizes |= {"A_log": (HV,), "dt_bias": (HV * K,), "gain": (V,)}
+    return sizes
+
+
 def kda_decode(
     q: Tensor,
     k: Tensor,
@@ -134,12 +145,7 @@ def kda_decode(
     (B, H, K), (HV, V), W = q.shape, v.shape[1:], conv_weights[0].shape[-1]
     if H == 0 or HV % H != 0 or not (0 < K <= 256 and 0 < V <= 256):
         raise ValueError(f"HV must be a multiple of H, K and V at most 256; got H={H}, HV={HV}, K={K}, V={V}")
-    sizes = {"q": (B, H, K), "k": (B, H, K), "v": (B, HV, V), "z": (B, HV, K), "b": (B, HV)}
-    sizes |= {"gate": (B, HV, V), "state": (B, HV, K, V)}
-    widths = {"q": H * K, "k": H * K, "v": HV * V}
-    sizes |= {f"{name}_history": (B, W - 1, D) for name, D in widths.items()}
-    sizes |= {f"{name}_weight": (D, 1, W) for name, D in widths.items()}
-    sizes |= {"A_log": (HV,), "dt_bias": (HV * K,), "gain": (V,)}
+    sizes = sizes_of(B, H, HV, K, V, W)
     given = dict(
         zip(sizes, (q, k, v, z, b, gate, state, *histories, *conv_weights, A_log, dt_bias, gain), strict=True)
     )

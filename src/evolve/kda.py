@@ -290,7 +290,7 @@ class KimiDeltaAttention(MemoryLayer):
         if max(self.head_dim, self.head_v_dim) > 256 or self.q_conv1d is None:
             return False
         is_real = attention_mask is None or bool(attention_mask.all())
-        return is_real and runs_on_triton(self.backend, (x, *(cache[n] for n in FILLED)))
+        return is_real and runs_on_triton(self.backend, (x, *(cache.get(n) for n in FILLED)))
 
     def _decode(self, x: Tensor, cache: LayerCache) -> Tensor:
         from evolve_kernels.kda_decode import kda_decode
@@ -303,8 +303,8 @@ class KimiDeltaAttention(MemoryLayer):
             self.f_b_proj(self.f_a_proj(x)).view(B, HV, self.head_dim),
             self.b_proj(x),
             gate.view(B, HV, self.head_v_dim),
-            cache["state"],
-            tuple(cache[f"{name}_conv"] for name in "qkv"),
+            cache.get("state"),
+            tuple(cache.get(f"{name}_conv") for name in "qkv"),
             tuple(getattr(self, f"{name}_conv1d").weight for name in "qkv"),
             self.A_log,
             self.dt_bias,

@@ -6,6 +6,7 @@ import torch
 pytest.importorskip("triton")
 
 from evolve.kda import KimiDeltaAttention
+from evolve.kimi_linear import KimiLinear, KimiLinearConfig
 from tests.kernels.memory_guard import Guard, guarded
 
 K3 = {"gate_lower_bound": -5.0, "full_rank_gate": True}
@@ -80,3 +81,23 @@ def test_when_the_layer_decodes_in_a_kernel(launches) -> None:
     layer.backend = "torch"
     layer(x, cache)
     assert launches == {"kda_decode_kernel": 1}
+
+
+@torch.no_grad()
+def test_a_model_decodes_with_the_kernel(launches) -> None:
+    """Through the models' own cache: the logits of every further token are the PyTorch form's."""
+    sizes = {"vocab_size": 20, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 4}
+    sizes |= {"num_attention_heads": 1, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4}
+    sizes |= {"v_head_dim": 8, "linear_num_heads": 2, "linear_head_dim": 16, "num_experts": 2}
+    sizes |= {"num_experts_per_token": 1, "moe_intermediate_size": 8}
+    model = KimiLinear(KimiLinearConfig(**sizes)).eval()
+    ids = torch.randint(20, (2, 6))
+    want = model(ids)
+    memories = [m for m in model.modules() if isinstance(m, KimiDeltaAttention)]
+    cache = model.new_cache(2)
+    got = [model(ids[:, :4], cache)]
+    for memory in memories:
+        memory.backend = "triton"
+    got += [model(ids[:, t : t + 1], cache) for t in (4, 5)]
+    assert launches == {"kda_decode_kernel": 2 * len(memories)}
+    torch.testing.assert_close(torch.cat(got, 1), want, rtol=1e-4, atol=1e-4)
