@@ -9,6 +9,7 @@ import http.server
 import os
 import shutil
 import threading
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,29 @@ import docs
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
 ADDRESSES = {"SITE_URL": "https://example.org/evolve", "REPOSITORY_URL": "https://github.com/example/evolve"}
 PHONE, LAPTOP = 360, 1280
+RULES = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa"]
+
+
+def axe_script() -> str:
+    """axe-core's source (``AXE`` names another file than that of the Python package); skips without."""
+    spec = find_spec("axe_playwright_python")
+    file = os.environ.get("AXE") or (spec and Path(spec.origin).with_name("axe.min.js"))
+    if not file:
+        pytest.skip("axe-playwright-python is not installed")
+    return Path(file).read_text("utf-8")
+
+
+def violations(page) -> list[tuple[str, str]]:
+    """What axe finds on the open page: rule and element. It must have looked: some rules must have passed."""
+    page.evaluate(axe_script())
+    found = page.evaluate("rules => axe.run({ runOnly: rules, preload: false })", RULES)
+    assert len(found["passes"]) > 10
+    return [(v["id"], n["html"][:200]) for v in found["violations"] for n in v["nodes"]]
+
+
+def pages_of(site: Path) -> list[str]:
+    """The site's pages, relative to it."""
+    return sorted(str(p.relative_to(site)) for p in site.rglob("*.html") if "_static" not in p.parts)
 
 
 class Handler(http.server.SimpleHTTPRequestHandler):
@@ -27,7 +51,12 @@ class Handler(http.server.SimpleHTTPRequestHandler):
 
 @pytest.fixture(scope="session")
 def site(tmp_path_factory) -> Path:
-    """The built site, with the addresses of a site and a repository in the environment."""
+    """The built site, with the addresses of a site and a repository in the environment.
+
+    ``SITE`` may name one that was built so already.
+    """
+    if os.environ.get("SITE"):
+        return Path(os.environ["SITE"]).resolve()
     target = tmp_path_factory.mktemp("served") / "evolve"
     assert docs.build(target, os.environ | ADDRESSES) == 0
     return target
@@ -69,7 +98,7 @@ def open_site(site_browser, site_address):
     def opened(path: str = "", width: int = LAPTOP, height: int = 800, **context):
         contexts.append(site_browser.new_context(viewport={"width": width, "height": height}, **context))
         page = contexts[-1].new_page()
-        page.on("console", lambda m: trouble.append(f"{path}: {m.text}"))
+        page.on("console", lambda m: m.type in ("error", "warning") and trouble.append(f"{path}: {m.text}"))
         page.on("pageerror", lambda e: trouble.append(f"{path}: {e}"))
         page.on("request", note)
         page.on("response", lambda r: r.status >= 400 and trouble.append(f"{r.status} {r.url}"))

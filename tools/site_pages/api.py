@@ -108,7 +108,8 @@ def pages(notebooks: list[Notebook]) -> dict[str, str]:
     listed = "\n".join(page.removeprefix("api/") for page in made)
     made["api/index"] = (
         "# API reference\n\nFrom the docstrings of the package. Shape letters: B batch, T time, H heads, "
-        "HV value heads, K key dim, V value dim, C chunk length, N stored pairs or packed sequences, D model, "
-        f"F hidden, E experts, L layers, M depth sources.\n\n```{{toctree}}\n:maxdepth: 1\n\n{listed}\n```\n"
+        "HV value heads, K key dim, V value dim, C chunk length, N stored pairs or packed sequences, "
+        "D model, F hidden, E experts, L layers, M depth sources.\n\n"
+        f"```{{toctree}}\n:maxdepth: 1\n\n{listed}\n```\n"
     )
     return made

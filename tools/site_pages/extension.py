@@ -12,12 +12,7 @@ from site_pages.series import series
 # 1.6 MB of script that draws the icons which the theme's font draws as well.
 ICON_SCRIPT = re.compile(r'\s*<script defer src="[^"]*scripts/fontawesome\.js[^"]*"></script>')
 PICTURE = re.compile(r'<img (?=[^>]*src="[^"]*_images/)')
-UNUSED = (
-    "_static/scripts/fontawesome*",
-    "_static/**/*.map",
-    "_static/katex/README.md",
-    "_static/katex/katex.min.js",
-)
+UNUSED = ("scripts/fontawesome*", "**/*.map", "katex/README.md", "katex/katex.min.js")
 NO_PAGES = ("genindex", "search", "py-modindex")
 
 
@@ -55,7 +50,7 @@ def finish(app: Sphinx, exception: Exception | None) -> None:
         if "_static" not in page.parts:
             page.write_text(lean(page.read_text(encoding="utf-8")), encoding="utf-8")
     for pattern in UNUSED:
-        for file in folder.glob(pattern):
+        for file in (folder / "_static").glob(pattern):
             file.unlink()
     if app.config.html_baseurl:
         write_cards(folder / "_static" / "cards", series())

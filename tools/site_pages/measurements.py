@@ -94,8 +94,8 @@ def parity() -> str:
         "## Differences measured beside a peer\n\nThe largest difference of two outputs on the same input, "
         "in float32, as stored with the [benchmarks](benchmarks.md).\n\n"
         f"{rows_table(_compared())}\n\n"
-        "## Stored outputs of independent implementations\n\nComputed in float64 by others' code and committed "
-        "under `tests/goldens/`; `make test` compares the package with each of them, and the memory rules "
-        "with flash-linear-attention and transformers directly.\n\n"
+        "## Stored outputs of independent implementations\n\nComputed in float64 by others' code "
+        "and committed under `tests/goldens/`; `make test` compares the package with each of them, and the memory "
+        "rules with flash-linear-attention and transformers directly.\n\n"
         f"{rows_table(fixtures)}\n"
     )
