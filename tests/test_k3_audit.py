@@ -4,7 +4,6 @@ import dataclasses
 import os
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
@@ -165,14 +164,13 @@ def test_another_number_of_experts_and_depth_follow_the_closed_form(changes):
 
 
 def test_the_command_prints_the_table_in_time_and_memory(tmp_path):
-    started = time.monotonic()
     command = [sys.executable, "-m", "evolve.k3", "--audit"]
     with (tmp_path / "out").open("w") as out:
         process = subprocess.Popen(command, stdout=out)
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
     assert process.returncode == 0
-    assert time.monotonic() - started < 60
+    assert usage.ru_utime + usage.ru_stime < 60  # not the clock's: whatever else the machine does
     assert usage.ru_maxrss < 4 * 2**20  # KiB
     lines = (tmp_path / "out").read_text()
     for number in ("497,220", "2,779,484,476,000", "104,189,612,640", "1,560,860,324,864", "27,648"):
