@@ -6,6 +6,7 @@ REPOSITORY_BRANCH is main unless given).
 """
 
 import os
+from pathlib import Path
 
 from evolve import __version__
 from site_pages import settings
@@ -21,6 +22,7 @@ exclude_patterns = ["_*.md", "_static/**"]  # parts that other pages include; no
 templates_path = ["_templates"]
 html_theme = "sphinx_book_theme"
 html_title = "evolve"
+html_search_scorer = str(Path(__file__).with_name("_static") / "scorer.js")
 html_static_path = ["_static"]
 html_css_files = ["evolve.css"]
 html_js_files = [("evolve.js", {"defer": "defer"})]

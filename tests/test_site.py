@@ -61,10 +61,9 @@ def test_node_is_found_or_asked_for(tmp_path, monkeypatch):
 
 def test_katex_renderer_and_style_are_of_one_version():
     folder = ROOT / "docs/_static/katex"
-    in_script = re.search(r'version:"([\d.]+)"', (folder / "katex.min.js").read_text())[1]
-    in_style = re.search(r'katex-version:after\{content:"([\d.]+)"', (folder / "katex.min.css").read_text())[
-        1
-    ]
+    script, style = ((folder / name).read_text() for name in ("katex.min.js", "katex.min.css"))
+    in_script = re.search(r'version:"([\d.]+)"', script)[1]
+    in_style = re.search(r'katex-version:+after\{content:"([\d.]+)"', style)[1]
     assert in_script == in_style
     assert f"KaTeX {in_style}" in (folder / "README.md").read_text()
     fonts = set(re.findall(r"url\(fonts/([^)]+)\)", style))

@@ -59,7 +59,7 @@ def test_every_page_loads_whole_at_both_widths(open_site, site):
     assert len(pages) > len(NOTEBOOKS) + 10
     for path in pages:
         page = open_site(path)
-        assert page.locator("main h1").first.is_visible(), path
+        assert page.locator("main h1:visible").count() == 1, path
         assert page.evaluate(WIDE) == [], path
         page.set_viewport_size({"width": PHONE, "height": 800})
         assert page.evaluate("document.documentElement.scrollWidth") <= PHONE, path
@@ -72,11 +72,12 @@ def test_opened_as_a_file_it_works_too(site_browser, site):
     page.on("console", lambda m: m.type == "error" and trouble.append(m.text))
     page.on("pageerror", lambda e: trouble.append(str(e)))
     page.on("request", lambda r: r.url.startswith(("file:", "data:")) or trouble.append(r.url))
-    for path in ("index.html", "playground.html", "search.html?q=KDA"):
+    for path in ("index.html", "playground.html", "notebooks/05_kda.html"):
         page.goto(f"file://{site}/{path}")
+    assert trouble == []
+    page.goto(f"file://{site}/search.html?q=KDA")  # lists what it finds, without the excerpts it would fetch
     page.wait_for_selector("#search-results li")
     page.close()
-    assert trouble == []
 
 
 def formulas_in(stem: str) -> int:
@@ -94,7 +95,7 @@ def test_formulas_of_a_notebook_are_all_there(site, stem):
     article = page[page.index('<article class="bd-article"') : page.index("</article>")]
     expected = formulas_in(stem)
     assert expected > 10
-    assert len(re.findall(r'<(?:span|div) class="math[^"]*"[^>]*><span class="katex', article)) == expected
+    assert len(re.findall(r'<(?:span|div) class="math[^"]*"[^>]*>\s*<span class="katex', article)) == expected
     assert article.count("<math ") == expected
     assert "katex-error" not in page
 
@@ -134,7 +135,7 @@ def test_buttons_and_addresses(open_site, site):
     assert page.locator(".prev-next-area a.left-prev").get_attribute("href") == "04_gated_deltanet.html"
     assert page.locator(".prev-next-area a.right-next").get_attribute("href") == "06_mla_hybrid.html"
     assert page.locator("button.copybtn").count() > 10
-    assert page.locator('a[href$="05_kda.ipynb"][title^="Download"]').count() == 1
+    assert page.locator('a.btn-download-source-button[href$="05_kda.ipynb"]').count() == 1
     assert "PyTorch 2" in page.locator(".tested").inner_text()
 
 
@@ -158,9 +159,9 @@ def test_search_finds_kda(open_site):
     found = page.locator("#search-results li a").evaluate_all(
         "links => links.map(a => a.getAttribute('href'))"
     )
-    assert any("notebooks/05_kda.html" in link for link in found[:5]), found[:8]
+    assert any("notebooks/05_kda.html" in link for link in found[:3]), found[:8]
     page.locator('#search-results a[href*="notebooks/05_kda.html"]').first.click()
-    assert "Kimi Delta Attention" in page.locator("main h1").first.inner_text()
+    assert "Kimi Delta Attention" in page.locator("main h1:visible").inner_text()
 
 
 @pytest.mark.parametrize("path", KINDS)
@@ -189,8 +190,7 @@ def test_a_player_works_on_its_page(open_site):
 def test_pages_are_light(open_site, path, most):
     """Megabytes before any compression, all pictures of the page included."""
     page = open_site(path)
-    for picture in page.locator("main img").all():
-        picture.scroll_into_view_if_needed()
+    page.evaluate("document.querySelectorAll('main img').forEach(i => { i.loading = 'eager'; })")
     page.wait_for_function("[...document.querySelectorAll('main img')].every(i => i.complete)")
     assert page.evaluate(WEIGHT) < most * 1e6
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from site_pages.series import ROOT, Notebook
 
 PACKAGE = ROOT / "src" / "evolve"
-SECTION = re.compile(r"(Args|Returns|Raises|Yields|Shapes|Attributes):\s*(.*)", re.DOTALL)
+SECTION = re.compile(r"(Args|Returns|Raises|Yields|Shapes|Attributes): *(.*)", re.DOTALL)
 
 
 def escaped(text: str) -> str:

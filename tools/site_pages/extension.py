@@ -13,6 +13,7 @@ from site_pages.series import series
 ICON_SCRIPT = re.compile(r'\s*<script defer src="[^"]*scripts/fontawesome\.js[^"]*"></script>')
 PICTURE = re.compile(r'<img (?=[^>]*src="[^"]*_images/)')
 UNUSED = ("scripts/fontawesome*", "**/*.map", "katex/README.md", "katex/katex.min.js")
+UNNAMED = '<summary><span class="toctree-toggle"'  # opens a branch of the sidebar, says nothing
 NO_PAGES = ("genindex", "search", "py-modindex")
 
 
@@ -38,6 +39,7 @@ def lean(page: str) -> str:
     page, found = ICON_SCRIPT.subn("", page)
     if found != 1:
         raise ValueError(f"the theme's icon script was expected once in a page, found {found} times")
+    page = page.replace(UNNAMED, UNNAMED.replace("<summary", '<summary aria-label="Pages below"'))
     return PICTURE.sub('<img loading="lazy" decoding="async" ', page)
 
 

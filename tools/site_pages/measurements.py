@@ -95,7 +95,7 @@ def parity() -> str:
         "in float32, as stored with the [benchmarks](benchmarks.md).\n\n"
         f"{rows_table(_compared())}\n\n"
         "## Stored outputs of independent implementations\n\nComputed in float64 by others' code "
-        "and committed under `tests/goldens/`; `make test` compares the package with each of them, and the memory "
-        "rules with flash-linear-attention and transformers directly.\n\n"
+        "and committed under `tests/goldens/`; `make test` compares the package with each of them, and the "
+        "memory rules with flash-linear-attention and transformers directly.\n\n"
         f"{rows_table(fixtures)}\n"
     )

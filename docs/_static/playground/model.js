@@ -138,7 +138,7 @@
 
   const EXAMPLES = {
     twice: { settings: { rule: "delta", overlap: "apart", beta: 1 }, pairs: ["1A", "2B", "3C", "1D"] },
-    crowd: { settings: { overlap: "overlapping", beta: 1 }, pairs: ["1A", "2B", "3C", "4D", "5E", "6F"] },
+    crowd: { settings: { rule: "delta", overlap: "overlapping", beta: 1 }, pairs: ["1A", "2B", "3C", "4D", "5E", "6F"] },
     scratch: {
       settings: { rule: "kda", overlap: "apart", beta: 1, alpha: 0.8, alphas: [1, 1, 1, 0.5, 0.5, 0.5] },
       pairs: ["1A", "2B", "3C", "4D", "5E", "6F", null, null],

@@ -186,7 +186,7 @@
     return shown;
   }
 
-  play.load(model, "scratch");
+  play.load(model, "crowd");
   refreshAll();
   show();
   root.hidden = false;
