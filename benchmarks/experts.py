@@ -9,6 +9,9 @@ steps on the standard library's source, and then 150 on Python's documentation, 
   are in all, and 16 experts, 2 a token: without balancing, with the sign rule, with Quantile Balancing. Three
   seeds each.
 - ``held``: Quantile Balancing that rests while the second text is read.
+- ``control``: ``compared`` with more code in place of the second text, at the same rates.
+
+``--missing`` trains only what the file does not hold yet, and keeps the rest.
 """
 
 import argparse
@@ -19,7 +22,7 @@ import torch
 
 import evolve.lab
 from evolve.lab import stored
-from evolve.lab.experts import KINDS, RULES, ExpertRun
+from evolve.lab.experts import KINDS, RULES, ExpertRun, load_runs
 from evolve.lab.training import Run, TrainingConfig
 
 RESULTS = Path(evolve.lab.__file__).parent / "results" / "experts.json"
@@ -47,7 +50,15 @@ def plans() -> list[ExpertRun]:
         *tried,
         *(plan("compared", kind, rule, seed) for kind, rule in compared for seed in SEEDS),
         *(plan("held", "experts", "quantile", seed, held=True) for seed in SEEDS),
+        *(plan("control", kind, rule, seed, control=True) for kind, rule in compared for seed in SEEDS),
     ]
+
+
+def key(run: ExpertRun) -> tuple[object, ...]:
+    """What tells a run from the others and says how it is made, without what was measured."""
+    later = run.second and run.second.config
+    options = run.held, run.control, run.sign_rate
+    return run.name, run.kind, run.rule, run.seed, *options, run.first.config, later
 
 
 def schedule(steps: int, peak: float, seed: int, eval_every: int) -> Run:
@@ -63,16 +74,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--jobs", type=int, default=1, help="runs at once")
     parser.add_argument("--only", help="try only the runs whose name starts so, and store nothing")
+    parser.add_argument("--missing", action="store_true", help="keep the runs that the file holds")
     args = parser.parse_args()
-    wanted, runs = [plan for plan in plans() if plan.name.startswith(args.only or "")], []
+    done = {key(run): run for run in load_runs()} if args.missing else {}
+    wanted = [plan for plan in plans() if plan.name.startswith(args.only or "") and key(plan) not in done]
     with get_context("spawn").Pool(args.jobs) as pool:
         for run in pool.imap(measured, wanted):
             last = (run.second or run.first).validation[-1]
-            print(
-                run.name, run.kind, run.rule, run.first.config.peak, run.sign_rate, run.seed, last, flush=True
-            )
-            runs.append(run)
+            print(*key(run)[:7], run.first.config.peak, last, flush=True)
+            done[key(run)] = run
             if args.only is None:
+                runs = [done[key(plan)] for plan in plans() if key(plan) in done]
                 stored.write(RESULTS, runs, command=COMMAND)
 
 

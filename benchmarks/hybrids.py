@@ -12,7 +12,8 @@ Within one comparison models have the same number of parameters, data and schedu
 - ``no convolution``: the same with MLA as it is in all four layers.
 - ``latent``: two layers of MLA with a convolution, whose latent has R = 2 to 64 numbers and which has no
   shared part of key, so that R numbers are all that it keeps of a token. ``cut r``: ``numbers 32`` of the one
-  with R = 64 when only the r first singular directions of its keys and values are left, untrained.
+  with R = 64 when only the r first singular directions of its keys and values, over lists of 32 pairs, are
+  left, untrained.
 
 ``--jobs N`` trains N at a time.
 """
@@ -39,6 +40,7 @@ RATE_SEED = 9  # for choosing a rate, in no comparison
 COUNTS = (4, 8, 16, 24, 32)  # pairs in an exam
 LAYOUTS = ("kkkk", "kkkm", "kmkm", "cccc")
 RANKS = (2, 4, 8, 16, 32, 64)
+CUTS = (2, 4, 8, 16, 24, 32, 64)
 UNSHARED = {"mla_heads": 4, "shared_dim": 0}
 RATES = (5e-3, 1e-2, 2e-2)
 SHORTER = TrainingConfig(steps=300, peak=1e-2, warm_up=20, eval_every=20)
@@ -81,11 +83,11 @@ def exams(plan: stored.StoredRun, model: nn.Module) -> dict[str, float]:
 
 def cuts(plan: stored.StoredRun, model: nn.Module) -> dict[str, float]:
     """What a trained model still finds when its keys and values are cut to their first directions."""
-    latents = latent_tables(model, plan.task.plain(8)(stored.EXAM).input_ids)
+    latents = latent_tables(model, plan.task.plain(32)(stored.EXAM + 1).input_ids)  # not the exam's own lists
     maps = [block.self_attn.kv_b_proj.weight for block in model.layers]
     spaces = [torch.linalg.svd(c @ W.T, full_matrices=False).Vh for c, W in zip(latents, maps)]
     shares = {}
-    for r in RANKS:
+    for r in CUTS:
         with cut_to(model, [Vh[:r] for Vh in spaces]):
             shares[f"cut {r}"] = numbers(plan, model)
     return shares

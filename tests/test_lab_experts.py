@@ -71,11 +71,20 @@ def test_shares_kept_and_guessed_choices_by_hand():
     assert found.tolist() == [[0.5, 0.25, 0.25, 0], [0.25, 0.5, 0, 0.25], [0, 0, 0, 0]]
     after = torch.tensor([[1, 0], [0, 3], [0, 2], [0, 1]])
     assert experts.kept_choices(indices, after) == pytest.approx((2 + 1 + 0 + 2) / 8)
-    assert experts.guessed_choices(indices, torch.tensor([5, 6, 7, 5]), 4) == 1  # each byte always the same
-    same = experts.guessed_choices(indices, torch.tensor([5, 5, 5, 5]), 4)
-    assert same == pytest.approx(6 / 8)  # always 0 and 1
     with pytest.raises(ValueError, match="groups must be"):
         experts.shares(indices, torch.zeros(3, dtype=torch.int64), 1, 4)
+
+
+def test_a_guess_is_examined_on_tokens_it_was_not_counted_on():
+    indices = torch.tensor([[0, 1], [2, 3], [0, 1], [0, 1], [1, 0], [3, 2], [3, 0], [3, 0]])
+    bytes_of = torch.tensor([5, 6, 5, 7, 5, 6, 8, 8])
+    # Counted on the first four, 5, 6 and 7 are known and 8 is not: {0, 1} then, which most are given.
+    # Counted on the last four, 7 is not known: {0, 3}. So the halves have 2 + 2 + 1 + 1 and 2 + 2 + 2 + 1.
+    assert experts.guessed_choices(indices, bytes_of, num_experts=4) == pytest.approx(13 / 16)
+    # A single group: {0, 1} for the last four, {0, 3} for the first: 2 + 0 + 1 + 1 and 1 + 1 + 1 + 1.
+    assert experts.guessed_choices(indices, torch.zeros(8, dtype=torch.int64), 1, 4) == pytest.approx(8 / 16)
+    own = torch.arange(8)  # a group for each token: what was counted is never examined
+    assert experts.guessed_choices(indices, own, 8, 4) == experts.guessed_choices(indices, own * 0, 1, 4)
 
 
 def test_a_part_put_back_is_the_old_one_and_the_rest_is_not():
@@ -109,11 +118,7 @@ RUNS = experts.load_runs()
 
 
 def test_the_stored_runs_are_those_of_the_script():
-    def plain(run):
-        later = run.second and run.second.config
-        return run.name, run.kind, run.rule, run.seed, run.held, run.sign_rate, run.first.config, later
-
-    assert [plain(r) for r in RUNS] == [plain(r) for r in benchmark.plans()]
+    assert [benchmark.key(r) for r in RUNS] == [benchmark.key(r) for r in benchmark.plans()]
     assert stored.command("experts") == benchmark.COMMAND
     tried = [r for r in RUNS if r.name == "tried"]
     for kind, best in benchmark.BEST.items():
@@ -150,6 +155,32 @@ def test_the_first_steps_of_a_stored_run_come_out_again(run):
         )
 
 
+CONTROLS = [r for r in RUNS if r.control]
+
+
+@pytest.mark.parametrize("control", CONTROLS, ids=lambda r: f"{r.kind}-{r.rule}-{r.held}-{r.seed}")
+def test_a_control_differs_from_its_run_in_the_second_text_only(control):
+    (run,) = [
+        r
+        for r in RUNS
+        if not r.control and benchmark.key(r)[1:5] == benchmark.key(control)[1:5] and r.second is not None
+    ]
+    assert control.first == run.first
+    assert control.second.config == run.second.config
+    assert control.second.loss[0] != run.second.loss[0]
+    assert control.looks.get("guessed") == run.looks.get("guessed")
+
+
+def test_a_control_goes_on_with_code_it_has_not_had():
+    control, read = CONTROLS[0], []
+    net = control.build()
+    loss = net.loss
+    net.loss = lambda ids, targets: read.append(ids.clone()) or loss(ids, targets)
+    control.learn(net, 1, until=1)
+    stream = experts.TextBatches(standard_library().training, experts.BLOCK, experts.BATCH, seed=control.seed)
+    assert torch.equal(read[0], stream(control.first.config.steps).input_ids)
+
+
 def test_at_rest_the_second_text_moves_no_bias():
     run = next(r for r in RUNS if r.held)
     net = run.build()
@@ -168,7 +199,8 @@ def test_a_look_finds_nothing_changed_where_nothing_is():
     found = experts.look(net, net)
     assert found["kept"] == [1, 1]
     assert len({tuple(two.values()) for two in found["back"].values()}) == 1
-    assert all(2 / 16 <= x <= 1 for x in found["guessed"])
+    assert all(0 <= x <= 1 for layers in found["guessed"].values() for x in layers)
+    assert set(found["guessed"]) == {"byte", "class", "nothing"}
     assert found["apart"][0] == found["apart"][1]
     assert math.isclose(sum(found["classes"][0][0]), 1, abs_tol=1e-2)
     assert set(experts.look(*[experts.expert_model("dense")] * 2)) == {"back"}

@@ -1,7 +1,7 @@
 """Small decoders with experts on text: how evenly experts are used, by which bytes, and what they forget.
 
 Every model reads one kind of text first, the source of Python's standard library, and then another, Python's
-documentation. In each layer it has one of three feed-forward networks:
+documentation, or, as a control, more of the first. In each layer it has one of three feed-forward networks:
 
     dense    one SwiGLU network with as many parameters as a token of ``experts`` passes through, router too
     wide     one with as many as ``experts`` has in all
@@ -109,32 +109,18 @@ def by_layer(counts: list[Tensor], layers: int = LAYERS) -> Tensor:
 
 # ------------------------------------------------------------------------------------ who takes what
 
-CLASSES = (
-    "lower case",
-    "upper case",
-    "digit",
-    "underscore",
-    "space",
-    "line end",
-    "bracket",
-    "quote",
-    "other",
-)
-_MEMBERS = (
-    "abcdefghijklmnopqrstuvwxyz",
-    "ABCDEFGHIJKLMNOPQRSTUVWXYZ",
-    "0123456789",
-    "_",
-    " ",
-    "\n",
-    "()[]{}",
-)
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+_MEMBERS = {
+    **{"lower case": LETTERS, "upper case": LETTERS.upper(), "digit": "0123456789", "underscore": "_"},
+    **{"space": " ", "line end": "\n", "bracket": "()[]{}", "quote": "'\"`"},
+}
+CLASSES = (*_MEMBERS, "other")
 
 
 def byte_classes(ids: Tensor) -> Tensor:
     """Which of ``CLASSES`` each byte belongs to: int64, shape of ``ids``."""
     table = torch.full((VOCAB_SIZE,), len(CLASSES) - 1)
-    for i, members in enumerate((*_MEMBERS, "'\"`")):
+    for i, members in enumerate(_MEMBERS.values()):
         table[list(members.encode())] = i
     return table[ids]
 
@@ -168,12 +154,23 @@ def kept_choices(before: Tensor, after: Tensor) -> float:
     return (before[:, :, None] == after[:, None]).any(2).double().mean().item()
 
 
-def guessed_choices(indices: Tensor, ids: Tensor, num_experts: int = EXPERTS) -> float:
-    """The share of choices [N, k] that is right if each byte of ``ids`` [N] is always given to the k experts
-    that take it most often. 1 if a token's experts depend on the byte alone, k/E if on nothing one knows."""
-    k = indices.shape[1]
-    favourites = shares(indices, ids, VOCAB_SIZE, num_experts).topk(k).indices
-    return kept_choices(indices, favourites[ids])
+def guessed_choices(
+    indices: Tensor, groups: Tensor, num_groups: int = VOCAB_SIZE, num_experts: int = EXPERTS
+) -> float:
+    """The share of choices [N, k] that is right if each group of ``groups`` [N] is always given to the k
+    experts that take it most often: counted on one half of the tokens, examined on the other, and the other
+    way round. A group that the counted half lacks is given the k experts that are asked most.
+
+    1 if a token's experts depend on its group alone. A single group gives what the busiest experts give.
+    """
+    k, halves = indices.shape[1], torch.arange(len(indices)).tensor_split(2)
+    found = 0.0
+    for counted, examined in (halves, halves[::-1]):
+        use = shares(indices[counted], groups[counted], num_groups, num_experts)
+        usual = shares(indices[counted], torch.zeros_like(counted), 1, num_experts)
+        favourites = torch.where(use.any(1, keepdim=True), use, usual).topk(k).indices
+        found += kept_choices(indices[examined], favourites[groups[examined]]) * len(examined)
+    return found / len(indices)
 
 
 # --------------------------------------------------------------------------------------- forgetting
@@ -189,7 +186,9 @@ class ExpertRun:
     """A small model that reads code, and then documentation.
 
     ``rule``: a key of ``RULES`` (dense models have none to use). ``held``: the rule rests in the second part.
-    ``first``, ``second``: the two trainings; each validation holds the loss on ``code`` and on ``prose``.
+    ``control``: the second part is more code, at the same rates, so that what the schedule does can be told
+    from what the other text does. ``first``, ``second``: the two trainings; each validation holds the loss
+    on ``code`` and on ``prose``.
     ``loads``: of the first training, every tenth step's counts [layers, steps, E]. ``looks``: see ``look``.
     """
 
@@ -200,6 +199,7 @@ class ExpertRun:
     first: Run
     second: Run | None = None
     held: bool = False
+    control: bool = False
     sign_rate: float = SIGN_RATE
     loads: list = field(default_factory=list)
     looks: dict = field(default_factory=dict)
@@ -209,15 +209,19 @@ class ExpertRun:
         return expert_model(self.kind, seed=self.seed)
 
     def learn(self, net: Decoder, part: int, until: int | None = None) -> tuple[Run, list[Tensor]]:
-        """Train ``net`` in place in its first (0: code) or second part (1: prose): the curve, the loads."""
+        """Train ``net`` in place in its first (0: code) or second part (1: prose, or code in a control): the
+        curve, the loads. A control's second part goes on in the stream of batches where the first ended."""
         rule = RULES["none" if part == 1 and self.held else self.rule]
         rule = partial(rule, rate=self.sign_rate) if rule is sign_balance else rule
-        corpus, plan = ((standard_library, self.first), (documentation, self.second))[part]
+        plan = self.second if part else self.first
+        corpus = documentation if part and not self.control else standard_library
+        batches = TextBatches(corpus().training, BLOCK, BATCH, seed=self.seed)
+        passed = self.first.config.steps if part and self.control else 0
         exams = {"code": exam_of(standard_library()), "prose": exam_of(documentation())}
         with balanced_and_watched(net, rule) as counts:
             run = train(
                 net,
-                TextBatches(corpus().training, BLOCK, BATCH, seed=self.seed),
+                lambda n: batches(passed + n),
                 plan.config,
                 validate=partial(losses, exams=exams),
                 until=until,
@@ -267,9 +271,9 @@ def look(before: Decoder, after: Decoder) -> dict:
     """What the second training has changed, on held-out text, to four digits.
 
     ``back``: the loss on code with each part put back. With experts also, for each layer: ``kept``, the share
-    of choices that code's tokens still make; ``guessed``, of those before that a byte's favourites guess;
-    ``classes``, before, the shares [classes, E]; ``apart``, the share of choices by which code and prose
-    differ in their use of experts (total variation), before and after.
+    of choices that code's tokens still make; ``guessed``, of those before, what the ``byte``, its ``class``
+    and ``nothing`` guess; ``classes``, before, the shares [classes, E]; ``apart``, the share of choices by
+    which code and prose differ in their use of experts (total variation), before and after.
     """
     code, prose = exam_of(standard_library()), exam_of(documentation())
     mixed = {part: with_part_back(before, after, part) for part in PARTS}
@@ -280,8 +284,9 @@ def look(before: Decoder, after: Decoder) -> dict:
     ids = code.input_ids.flatten()
     old, new = (routings(m, code.input_ids) for m in (before, after))
     found["kept"] = [_digits(kept_choices(a, b)) for a, b in zip(old, new)]
-    found["guessed"] = [_digits(guessed_choices(a, ids)) for a in old]
     groups = byte_classes(ids)
+    known = {"byte": ids, "class": groups, "nothing": torch.zeros_like(ids)}
+    found["guessed"] = {name: [_digits(guessed_choices(a, g)) for a in old] for name, g in known.items()}
     classes = [shares(a, groups, len(CLASSES)) for a in old]
     found["classes"] = [[[_digits(x) for x in row] for row in layer.tolist()] for layer in classes]
     other = [routings(m, prose.input_ids) for m in (before, after)]
