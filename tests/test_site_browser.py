@@ -23,7 +23,7 @@ KINDS = ["index.html", "playground.html", "notebooks/05_kda.html", "api/kda.html
 KINDS += ["bibliography.html", "glossary.html", "search.html"]
 
 # Elements that reach beyond the window, unless they sit in a box that scrolls sideways.
-WIDE = """() => [...document.querySelectorAll("main *")].filter(e => {
+WIDE = """() => [...document.querySelectorAll(".bd-article-container *")].filter(e => {
   const box = e.getBoundingClientRect();
   if (!box.width || !box.height || box.right <= innerWidth + 1) return false;
   for (let p = e.parentElement; p; p = p.parentElement) {

@@ -5,7 +5,7 @@ from html import escape
 
 from evolve.lab import scoreboard
 from evolve.lab.ladder import RUNGS
-from evolve.lab.palette import INK, MUTED, PANEL, diverging, format_hex, mechanism, mix, text_colour
+from evolve.lab.palette import MUTED, PANEL, diverging, format_hex, mechanism, mix, text_colour
 from site_pages.series import Notebook
 
 PLAYGROUND_LINES = ("softmax_attention", "linear_attention", "delta_rule", "gated_delta_rule", "kda", "mla")
@@ -114,5 +114,5 @@ def palette_json() -> str:
     """The colours that the playground draws with, as a data block of the page."""
     steps = diverging()[:: len(diverging()) // 64]
     lines = [mechanism(key).colour for key in PLAYGROUND_LINES]
-    colours = {"diverging": [format_hex(c) for c in steps], "lines": lines, "ink": INK}
+    colours = {"diverging": [format_hex(c) for c in steps], "lines": lines}
     return f'<script type="application/json" id="playground-palette">{json.dumps(colours)}</script>'

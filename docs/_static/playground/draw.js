@@ -16,9 +16,20 @@
     return palette.diverging[Math.round(((Math.max(-1, Math.min(1, x)) + 1) / 2) * last)];
   }
 
+  // Relative luminance of "#rrggbb" (WCAG 2.2).
+  function luminance(hex) {
+    const [r, g, b] = [1, 3, 5].map((i) => {
+      const c = parseInt(hex.slice(i, i + 2), 16) / 255;
+      return c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4;
+    });
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  }
+
+  // Black where it reads at 4.5 : 1, else white; one of the two always does.
   function paint(cell, x) {
-    cell.style.backgroundColor = colour(x);
-    cell.style.color = Math.abs(x) > 0.55 ? "#ffffff" : palette.ink;
+    const ground = colour(x);
+    cell.style.backgroundColor = ground;
+    cell.style.color = (luminance(ground) + 0.05) / 0.05 >= 4.5 ? "#000000" : "#ffffff";
   }
 
   function element(name, attributes = {}, children = []) {
