@@ -47,9 +47,10 @@ def benchmarks() -> str:
     ]
     for name, result in _results().items():
         parts.append(f"## {name.replace('_', ' ').capitalize()}\n")
-        facts = [f"`{result['command']}`", result["date"], _listed(result["versions"])]
+        made = result.get("date", "compiled and counted, not measured")
+        facts = [f"`{result['command']}`", made, _listed(result["versions"])]
         facts += [f"{k}: {_listed(v)}" for k, v in result.items() if isinstance(v, dict) and k != "versions"]
-        facts += [f"{k} {v}" for k, v in result.items() if isinstance(v, int)]
+        facts += [f"{k} {v}" for k, v in result.items() if isinstance(v, int) or k == "target"]
         parts.append("; ".join(facts) + ".\n")
         for key, rows in result.items():
             if isinstance(rows, list):
