@@ -26,6 +26,7 @@ html_search_scorer = str(Path(__file__).with_name("_static") / "scorer.js")
 html_static_path = ["_static"]
 html_css_files = ["evolve.css"]
 html_js_files = [("evolve.js", {"defer": "defer"})]
+html_show_search_summary = False  # each excerpt would fetch a whole page, formulas three times over
 html_favicon = "_static/favicon.svg"
 html_theme_options = settings.theme_options(os.environ)
 html_baseurl = settings.site_url(os.environ)

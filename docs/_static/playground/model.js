@@ -30,7 +30,8 @@
     const rule = `${name} must be a number from ${least} to ${most}`;
     if (trimmed === "") throw new Error(`${rule}, the field is empty`);
     const shown = trimmed.length > 20 ? trimmed.slice(0, 20) + "…" : trimmed;
-    const value = Number(trimmed.replace(",", "."));
+    const plain = trimmed.replace(",", ".").replace("\u2212", "-"); // the minus sign that pages are set with
+    const value = /^[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?$/i.test(plain) ? Number(plain) : NaN;
     if (!Number.isFinite(value) || value < least || value > most) throw new Error(`${rule}, got ${shown}`);
     return value;
   }

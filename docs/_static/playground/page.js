@@ -186,9 +186,9 @@
     return shown;
   }
 
+  root.hidden = false; // before anything is drawn: labels are spaced by the width that they have
   play.load(model, "crowd");
   refreshAll();
   show();
-  root.hidden = false;
   window.evolvePlayground.model = model; // for tests, and for the curious in the console
 })();
