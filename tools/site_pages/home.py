@@ -3,7 +3,7 @@
 import json
 from html import escape
 
-from evolve.lab import scoreboard
+from evolve.lab import rung_table, scoreboard
 from evolve.lab.ladder import RUNGS
 from evolve.lab.palette import MUTED, PANEL, diverging, format_hex, mechanism, mix, text_colour
 from site_pages.series import Notebook
@@ -92,16 +92,22 @@ def _cell(value: float | str | None) -> str:
 
 
 def scoreboard_table(notebooks: list[Notebook]) -> str:
-    """The stored rows as a Markdown table, the rungs linked, and the legend below."""
+    """The legend, then the stored rows as a Markdown table with units, the rungs linked."""
     pages = {n.rung: f"notebooks/{n.stem}.ipynb" for n in notebooks}
-    lines = ["| rung | " + " | ".join(c.title for c in scoreboard.columns) + " |"]
+    units = {column.key: column.unit for column in rung_table.COLUMNS}  # as in the notebooks' picture of it
+    lines = ["| rung | " + " | ".join(f"{c.title} ({units[c.key]})" for c in scoreboard.columns) + " |"]
     lines.append("|---|" + "--:|" * len(scoreboard.columns))
     for row in scoreboard.load():
         name = f"{row['rung']} · {row['name']}"
         name = f"[{name}]({pages[row['rung']]})" if row["rung"] in pages else name
         lines.append(f"| {name} | " + " | ".join(_cell(row[c.key]) for c in scoreboard.columns) + " |")
-    legend = "; ".join(f"**{c.title}**: {c.meaning}" for c in scoreboard.columns)
-    return "\n".join(lines) + f"\n\n{legend}. “n/a” where the question does not apply to a rung.\n"
+    meanings = "\n".join(f"- **{c.title}** ({units[c.key]}): {c.meaning}" for c in scoreboard.columns)
+    legend = f"{meanings}\n- n/a: the question does not apply to the rung"
+    return (
+        f"```{{rst-class}} legend\n{legend}\n```\n\n```{{rst-class}} measured\n```\n\n"
+        + "\n".join(lines)
+        + "\n"
+    )
 
 
 def toctree(notebooks: list[Notebook]) -> str:
