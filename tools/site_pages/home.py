@@ -5,10 +5,20 @@ from html import escape
 
 from evolve.lab import rung_table, scoreboard
 from evolve.lab.ladder import RUNGS
-from evolve.lab.palette import MUTED, PANEL, diverging, format_hex, mechanism, mix, text_colour
+from evolve.lab.palette import (
+    MECHANISMS,
+    MUTED,
+    PANEL,
+    PANEL_DARK,
+    diverging,
+    diverging_dark,
+    format_hex,
+    mechanism,
+    mix,
+    text_colour,
+)
 from site_pages.series import Notebook
 
-PLAYGROUND_LINES = ("softmax_attention", "linear_attention", "delta_rule", "gated_delta_rule", "kda", "mla")
 READERS = (
     (
         "You know attention",
@@ -117,8 +127,14 @@ def toctree(notebooks: list[Notebook]) -> str:
 
 
 def palette_json() -> str:
-    """The colours that the playground draws with, as a data block of the page."""
-    steps = diverging()[:: len(diverging()) // 64]
-    lines = [mechanism(key).colour for key in PLAYGROUND_LINES]
-    colours = {"diverging": [format_hex(c) for c in steps], "lines": lines}
+    """The colours that the playground draws with on light and on dark pages, as a data block of the page."""
+    named = [
+        mechanism.colour for mechanism in MECHANISMS.values()
+    ]  # six for the board's keys, then for typed ones
+    lines = {"light": named, "dark": [text_colour(c, PANEL_DARK, "#ffffff") for c in named]}
+    maps = {"light": diverging(), "dark": diverging_dark()}
+    colours = {
+        scheme: {"diverging": [format_hex(c) for c in steps[:: len(steps) // 64]], "lines": lines[scheme]}
+        for scheme, steps in maps.items()
+    }
     return f'<script type="application/json" id="playground-palette">{json.dumps(colours)}</script>'
