@@ -92,6 +92,24 @@ def test_home_links_every_notebook_and_shows_every_row():
     assert "524,288" in board
 
 
+def test_a_ninth_notebook_is_taken_up(tmp_path):
+    """Home, sidebar and cards follow the folder; README, which is read without the site, is held to it."""
+    text = json.loads((ROOT / "notebooks/08_moe.ipynb").read_text())
+    text["cells"][0]["source"] = ["# 9 · Kimi K3: assembled\n", "\n", "**Claim.** It fits."]
+    (tmp_path / "09_k3.ipynb").write_text(json.dumps(text))
+    nine = [*NOTEBOOKS[:8], *series(tmp_path)]
+    assert "(coming)" not in home.ladder(nine)
+    assert "9 · Kimi K3 <notebooks/09_k3>" in home.toctree(nine)
+    assert 'href="notebooks/09_k3.html"' in home.start_here(nine)
+    readme = (ROOT / "README.md").read_text()
+    ladder = readme[readme.index("<!-- ladder -->") : readme.index("<!-- ladder ends -->")]
+    for notebook in NOTEBOOKS:
+        assert f"| {notebook.rung} | [" in ladder
+        assert f"(notebooks/{notebook.stem}.ipynb)" in ladder
+        assert f"\n| {notebook.rung:02} " in readme[readme.index("<!-- times -->") :]
+    assert ladder.count("(coming)") == 9 - len(NOTEBOOKS)
+
+
 def test_bibliography_has_every_paper_of_the_sources_once():
     page = bibliography.page(NOTEBOOKS)
     sources = "\n".join(c.split("## Sources", 1)[1] for n in NOTEBOOKS for c in n.prose if "## Sources" in c)

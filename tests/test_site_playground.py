@@ -332,19 +332,20 @@ def test_colours_follow_the_scheme(play):
     assert all(one != other for one, other in zip(light, dark))
 
 
-SMALL = """least => [...document.querySelectorAll('#playground :is(button, label, input, summary)')].filter(e => {
+TARGETS = "#playground :is(button, label, input, summary)"
+SMALL = """([targets, least]) => [...document.querySelectorAll(targets)].filter(e => {
   const box = (e.closest('label') ?? e).getBoundingClientRect();
   return box.width && (box.width < least || box.height < least);
 }).map(e => e.outerHTML.slice(0, 120))"""
 
 
-@pytest.mark.parametrize(("width", "least"), [(1280, 24), (360, 24)])
-def test_targets_are_large_enough(play, width, least):
+@pytest.mark.parametrize("width", [1280, 360])
+def test_targets_are_large_enough(play, width):
     page = play("#rule=kda&tokens=1A", width=width)
     page.locator("summary", has_text="pair of your own").click()
     labels = "#playground label:not(:has(input))"  # words beside a field, not a target of their own
     page.evaluate("s => document.querySelectorAll(s).forEach(e => e.remove())", labels)
-    assert page.evaluate(SMALL, least) == []
+    assert page.evaluate(SMALL, [TARGETS, 24]) == []
     if width == 360:
         heights = part(page, "board").locator("button").evaluate_all("b => b.map(e => e.offsetHeight)")
         assert min(heights) >= 44
