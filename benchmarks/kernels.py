@@ -32,10 +32,11 @@ TARGETS = {
     "sm_80": (GPUTarget("cuda", 80, 32), 166_912),
     "sm_90": (GPUTarget("cuda", 90, 32), 232_448),
     "sm_100": (GPUTarget("cuda", 100, 32), 232_448),
+    "sm_120": (GPUTarget("cuda", 120, 32), 101_376),
     "gfx942": (GPUTarget("hip", "gfx942", 64), 65_536),
 }  # and the shared memory that one program may take there
 TYPES = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16",
-         torch.int64: "*i64", torch.int32: "*i32"}  # fmt: skip
+         torch.int64: "*i64", torch.int32: "*i32", torch.uint8: "*u8"}  # fmt: skip
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
@@ -93,7 +94,7 @@ def compile_launch(launch: Launch, target: str) -> Compiled:
 def resources(ptx: str, target: str) -> tuple[int, int]:
     """Registers a thread and bytes spilled (stores and loads), as ``ptxas -v`` reports them."""
     arch = re.search(r"\.target (\w+)", ptx)[1]
-    tool = TOOLS / ("ptxas-blackwell" if target == "sm_100" else "ptxas")
+    tool = TOOLS / ("ptxas-blackwell" if target in ("sm_100", "sm_120") else "ptxas")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "kernel.ptx")
         path.write_text(ptx)

@@ -9,6 +9,7 @@ import torch
 pytest.importorskip("triton")
 
 from benchmarks.kernel_cases import Case, call
+from benchmarks.layer_cases import LAYERS
 from benchmarks.roofline import cost
 from triton.runtime.interpreter import InterpreterBuilder
 
@@ -24,7 +25,11 @@ CASES = {
     "linear": dataclasses.replace(SMALL, gate="none", erase=False),
 }
 
-
+NAMES = {
+    "AttnRes reads, K3": {"depth_read_kernel", "depth_read_backward_kernel", "site_gradients_kernel"},
+    "AttnRes sum so far, K3": {"depth_add_kernel", "depth_add_backward_kernel"},
+}
+LAYER_MODULES = ("attention_residuals", "attention_residuals_add")
 TABLES = ("starts", "chunk_starts", "chunk_rows")
 
 
@@ -61,9 +66,8 @@ class Counter:
         self.touched.update(dict.fromkeys(np.unique(addresses).tolist(), size))
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_every_byte_and_product_is_counted(name: str, monkeypatch) -> None:
-    """Nothing is given to a kernel that it leaves alone, but the numbers that say where sequences start."""
+def observe(modules: tuple[str, ...], monkeypatch) -> list[tuple]:
+    """Of every launch in these modules from now on: itself, the bytes that it touched, and its FLOPs."""
     counter, run, seen = Counter(monkeypatch), launching.launch, []
 
     def observed(kernel, programs, arguments, **options) -> None:
@@ -72,15 +76,19 @@ def test_every_byte_and_product_is_counted(name: str, monkeypatch) -> None:
             run(kernel, programs, arguments, **options)
         seen.append((launches[0], sum(counter.touched.values()), counter.flops))
 
-    for module in ("chunk_rule", "kda_decode"):
+    for module in modules:
         monkeypatch.setattr(f"evolve_kernels.{module}.launch", observed)
-    call(CASES[name], "cpu", torch.float16)()
-    assert len(seen) == 7
+    return seen
+
+
+@pytest.mark.parametrize("name", [*CASES, *LAYERS])
+def test_every_byte_and_product_is_counted(name: str, monkeypatch) -> None:
+    """Nothing is given to a kernel that it leaves alone, but the numbers that say where sequences start."""
+    seen = observe(("chunk_rule", "kda_decode", *LAYER_MODULES), monkeypatch)
+    case = CASES[name] if name in CASES else LAYERS[name].checked()
+    call(case, "cpu", torch.float16)()
+    assert len(seen) == 7 if name in CASES else {one.name for one, *_ in seen} == NAMES[name]
     for launch, touched, flops in seen:
         assert flops == cost(launch).flops, launch.name
-        tables = sum(
-            launch.arguments[t].nbytes
-            for t in ("starts", "chunk_starts", "chunk_rows")
-            if t in launch.arguments
-        )
+        tables = sum(launch.arguments[t].nbytes for t in TABLES if t in launch.arguments)
         assert abs(touched - cost(launch).bytes) <= tables, launch.name

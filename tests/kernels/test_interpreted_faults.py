@@ -19,6 +19,7 @@ import torch
 pytest.importorskip("triton")
 
 FRESH = ("evolve_kernels", "tests.kernels.test_interpreted_rules", "tests.kernels.test_interpreted_decode")
+FRESH += ("tests.kernels.test_interpreted_depth",)
 
 
 @contextmanager
@@ -58,6 +59,10 @@ def rule(name: str, C: int = 16, bound: float | None = None, **sizes) -> Callabl
 def decode(launches: dict) -> None:
     suite = importlib.import_module("tests.kernels.test_interpreted_decode")
     suite.test_prefill_and_decode_equal_the_layer("grouped", launches)
+
+
+def depth(launches: dict) -> None:
+    importlib.import_module("tests.kernels.test_interpreted_depth").compare(launches, 3, 2, (2, 20), 0.5)
 
 
 KDA, GROUPED = rule("KDA"), rule("KDA", H=2, HV=4, gate="-1.5")
@@ -122,10 +127,27 @@ FAULTS = [
           "tl.sum(d_m * x, axis=1)", DELTA),
     Fault("decoding without beta", "kda_decode", "(beta * error)", "(error)", decode),
     Fault("a convolution that forgets", "kda_decode", "(j - 1) * D, x,", "(j - 1) * D, 0 * x,", decode),
+    Fault("sources that are normed", "attention_residuals", "store_sources(h, tl.dot(p, v,",
+          "store_sources(h, tl.dot(p, v * tl.rsqrt(squares / D + eps)[:, None],", depth),
+    Fault("a lse without the largest score", "attention_residuals", "m + tl.log(l)", "tl.log(l)", depth),
+    Fault("sources that do not exist", "attention_residuals", "(i < M)[None, :], dots",
+          "(i < MP)[None, :], dots", depth),
+    Fault("a source's length left out of its gradient", "attention_residuals", "dv - shrink[:, None] * v",
+          "dv - 0 * v", depth),
+    Fault("scores' gradient without its mean", "attention_residuals", "- tl.sum(p * dp, axis=1)",
+          "- 0 * tl.sum(p, axis=1)", depth),
+    Fault("sites' gradient of one block of rows", "attention_residuals", "(first + r)[None, :]",
+          "r[None, :] + 1", depth),
+    Fault("a sum so far that is all", "attention_residuals_add", "a * load_row(h, n, cols, D) + b * v_row",
+          "0 * load_row(h, n, cols, D) + v_row", depth),
+    Fault("a lse that is not asked", "attention_residuals_add", "tl.store(d_lse + n, -ds)",
+          "tl.store(d_lse + n, ds)", depth),
+    Fault("a sum's gradient without its length", "attention_residuals_add", "- s * r * r / D * v_row",
+          "- 0 * v_row", depth),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("sentinel", [KDA, GROUPED, BOUNDED, GATED, DELTA, decode])
+@pytest.mark.parametrize("sentinel", [KDA, GROUPED, BOUNDED, GATED, DELTA, decode, depth])
 def test_the_unchanged_copy_passes(sentinel, tmp_path, launches) -> None:
     with planted(tmp_path, "tiles", "block % 2 == 1", "block % 2 == 1"):
         sentinel(launches)
