@@ -83,29 +83,6 @@ def relative(got: Tensor, want: Tensor) -> float:
     return ((got.double() - want).norm() / want.norm().clamp(min=1e-30)).item()
 
 
-def operation_differences(case: Operation, device: str, dtype: torch.dtype) -> dict[str, float]:
-    """The same for one of the other operations; both take the same rounded inputs."""
-    case = case.checked()
-    ours = case.inputs(device, dtype)
-    exact = {n: x.double() if x.is_floating_point() else x for n, x in ours.items()}
-    learning = [n for n, x in ours.items() if case.backward and x.is_floating_point()]
-    leaves, wants = ([given[n].requires_grad_() for n in learning] for given in (ours, exact))
-    y, y_exact = case.ours(ours), case.reference(exact)
-    pairs = {"y": (y, y_exact)}
-    if learning:
-        w = torch.randn_like(y)
-        grads = zip(torch.autograd.grad(y, leaves, w), torch.autograd.grad(y_exact, wants, w.double()))
-        pairs |= {f"d{n}": pair for n, pair in zip(learning, grads)}
-    return {name: relative(*pair) for name, pair in pairs.items()}
-
-
-def differences_of(case: Case | Operation, device: str, dtype: torch.dtype) -> dict[str, float]:
-    """By the kind of case."""
-    if isinstance(case, Operation):
-        return operation_differences(case, device, dtype)
-    return (decode_differences if case.decode else differences)(case, device, dtype)
-
-
 @torch.no_grad()
 def decode_differences(case: Case, device: str, dtype: torch.dtype) -> dict[str, float]:
     """The fused decode step against the layer's operations, one after the other, in float64."""
@@ -139,13 +116,36 @@ def decode_differences(case: Case, device: str, dtype: torch.dtype) -> dict[str,
     return {name: relative(*pair) for name, pair in pairs.items()}
 
 
+def operation_differences(case: Operation, device: str, dtype: torch.dtype) -> dict[str, float]:
+    """The output and, where asked for, the gradient of every floating-point input."""
+    case = case.checked()
+    ours = case.inputs(device, dtype)
+    floats = [n for n, x in ours.items() if x.is_floating_point()]
+    exact = {n: x.double() if n in floats else x for n, x in ours.items()}
+    leaves, wants = ([given[n].requires_grad_(case.backward) for n in floats] for given in (ours, exact))
+    o, o_exact = case.ours(ours), case.reference(exact)
+    pairs = {"o": (o, o_exact)}
+    if case.backward:
+        w = torch.randn_like(o)
+        grads = zip(torch.autograd.grad(o, leaves, w), torch.autograd.grad(o_exact, wants, w.double()))
+        pairs |= {f"d{name}": pair for name, pair in zip(floats, grads)}
+    return {name: relative(*pair) for name, pair in pairs.items()}
+
+
+def errors_of(case: Case | Operation, device: str, dtype: torch.dtype) -> dict[str, float]:
+    """By name, the relative errors of whatever the case computes."""
+    if isinstance(case, Operation):
+        return operation_differences(case, device, dtype)
+    return (decode_differences if case.decode else differences)(case, device, dtype)
+
+
 def check(device: str) -> dict[str, dict[str, float]]:
     """Every case in both precisions. Raises: AssertionError that names what is wrong."""
     found = {}
     for name, case in CASES.items():
         for dtype, tolerance in TOLERANCE.items():
             torch.manual_seed(0)
-            errors = differences_of(case, device, dtype)
+            errors = errors_of(case, device, dtype)
             found[f"{name}, {str(dtype).removeprefix('torch.')}"] = errors
             wrong = {n: f"{e:.1e}" for n, e in errors.items() if not e <= tolerance}
             print(f"{name}, {dtype}: largest difference {max(errors.values()):.1e}", flush=True)
@@ -182,7 +182,7 @@ def peers(case: Case | Operation) -> dict[str, Callable[[], Any]]:
     """Calls that do the same, or in SDPA's case the same job, by others; backward too, where asked for."""
     if isinstance(case, Operation):
         given = case.inputs("cuda", torch.bfloat16)
-        forms = {"evolve torch": lambda: case.reference(given)} | case.peers(given)
+        forms = case.peers(given) | {"evolve torch": lambda: case.reference(given)}
         return {name: case.run(form, given) for name, form in forms.items()}
     given = {n: x for n, x in rule_inputs(case, "cuda").items() if x is not None}
     if case.decode:

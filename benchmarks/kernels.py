@@ -158,7 +158,8 @@ HEAD = """# The kernels, compiled
 
 Written by `python -m benchmarks.kernels` ({versions}); nothing here is measured. Registers, spills and shared
 memory are the compiler's for sm_90. The bound is the time in which an H200 could move every tensor of the
-launch once ({bandwidth:.1f} TB/s) or do its products ({tf32:.0f} TFLOP/s in TF32), whichever is longer; "to
+launch once ({bandwidth:.1f} TB/s) or do its products ({tf32:.0f} TFLOP/s in TF32, which the memory rules
+use, {bf16:.0f} in bfloat16, which attention uses), whichever is longer; "to
 reach of it" is what a measurement has to show. B = 1 row of {tokens} tokens, bfloat16; one token for the
 decode step.
 
@@ -178,7 +179,7 @@ def main() -> None:
     stored = {"command": "python -m benchmarks.kernels", "versions": versions, "target": "sm_90"}
     (RESULTS / "kernels.json").write_text(json.dumps(stored | {"rows": found}, indent=1) + "\n")
     said = ", ".join(f"{name} {version}" for name, version in versions.items())
-    rates = {"bandwidth": Cost.BANDWIDTH / 1e12, "tf32": Cost.TF32 / 1e12}
+    rates = {"bandwidth": Cost.BANDWIDTH / 1e12, "tf32": Cost.TF32 / 1e12, "bf16": Cost.BF16 / 1e12}
     head = HEAD.format(versions=said, tokens=CASES["KDA, K3"].T, **rates)
     (RESULTS / "kernels.md").write_text(head + table(found))
     print(table(found))

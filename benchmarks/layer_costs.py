@@ -20,6 +20,10 @@ LAYER_FLOPS: dict[str, Callable[[Arguments], int]] = {
     "site_gradients_kernel": lambda a: depth_product(a, -(-a["rows"] // a["BR"]) * a["BR"]),
     "depth_add_kernel": lambda a: 0,
     "depth_add_backward_kernel": lambda a: 0,
+    "situ_glu_kernel": lambda a: 0,
+    "situ_glu_backward_kernel": lambda a: 0,
+    "short_conv_kernel": lambda a: 0,
+    "short_conv_backward_kernel": lambda a: 0,
 }
 
 LAYER_TARGET = {
@@ -28,4 +32,8 @@ LAYER_TARGET = {
     "site_gradients_kernel": 0.4,
     "depth_add_kernel": 0.7,
     "depth_add_backward_kernel": 0.6,
+    "situ_glu_kernel": 0.7,
+    "situ_glu_backward_kernel": 0.7,
+    "short_conv_kernel": 0.7,
+    "short_conv_backward_kernel": 0.5,
 }

@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 import triton
 from benchmarks.kernel_cases import CASES, launches_of
 from benchmarks.kernels import HEAD, RESULTS, compile_launch, limit, row, table
+from benchmarks.layer_costs import LAYER_FLOPS
 from benchmarks.roofline import TARGET
 
 from evolve_kernels.chunk_rule import chunk_rule
@@ -22,14 +23,14 @@ from evolve_kernels.launch import launch, recorded
 MORE_TARGETS = os.environ.get("EVOLVE_TARGETS", "").split()
 STORED = json.loads((RESULTS / "kernels.json").read_text())
 FORWARD = ("chunk_prepare_kernel", "chunk_walk_kernel", "kda_decode_kernel")
-FORWARD += ("depth_read_kernel", "depth_add_kernel")
+FORWARD += ("depth_read_kernel", "depth_add_kernel", "situ_glu_kernel", "short_conv_kernel")
 INSTRUCTION = {"kda_decode_kernel": "none"}  # of the tensor cores; wgmma where the table says nothing else
 INSTRUCTION |= {
     "depth_read_kernel": "mma.sync",
     "depth_read_backward_kernel": "mma.sync",
 }  # tiles of < 64 rows
 INSTRUCTION |= {"site_gradients_kernel": "mma.sync"}
-INSTRUCTION |= {"depth_add_kernel": "none", "depth_add_backward_kernel": "none"}  # they only stream
+INSTRUCTION |= {name: "none" for name, flops in LAYER_FLOPS.items() if name not in INSTRUCTION}  # they stream
 
 
 def stored_rows(case: str) -> list[dict]:
