@@ -58,14 +58,19 @@ def launch(kernel: Any, programs: int, arguments: dict[str, Any], **options: int
         kernel[(programs,)](**arguments, **options)
 
 
-def check_tensor(name: str, x: Tensor, device: torch.device, *sizes: int) -> Tensor:
-    """x, contiguous, once it has the sizes, a dtype that the kernels know and the device of the others."""
+def check_form(name: str, x: Tensor, device: torch.device, *sizes: int) -> None:
+    """x must have the sizes, a dtype that the kernels know and the device of the others."""
     if list(x.shape) != list(sizes):
         raise ValueError(f"{name} must be {list(sizes)}, got {list(x.shape)}")
     if x.dtype not in DTYPES:
         raise ValueError(f"{name} must be float32, float16 or bfloat16 in a Triton kernel, got {x.dtype}")
     if x.device != device:
         raise ValueError(f"{name} must be on {device}, got {x.device}")
+
+
+def check_tensor(name: str, x: Tensor, device: torch.device, *sizes: int) -> Tensor:
+    """x, contiguous, once its form is checked."""
+    check_form(name, x, device, *sizes)
     return x.contiguous()
 
 
