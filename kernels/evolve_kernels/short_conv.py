@@ -113,7 +113,7 @@ class ShortConv(torch.autograd.Function):
     def backward(ctx, d_y: Tensor) -> tuple[Tensor | None, ...]:
         u, weight, history, cu_seqlens = ctx.saved_tensors
         (B, T, D), W = u.shape, weight.shape[-1]
-        C = min(64, triton.next_power_of_2(T + W - 1))
+        C = min(64, triton.next_power_of_2(max(T + W - 1, 1)))
         ends = cu_seqlens  # of x, where each sequence has W − 1 rows more
         if ends is not None:
             ends = ends + torch.arange(len(ends), device=ends.device) * (W - 1)

@@ -27,4 +27,4 @@ def set_backend(model: Model, backend: str | None) -> Model:
 
 def modules_with_backend(model: nn.Module) -> dict[str, nn.Module]:
     """By their names in the model, the modules whose operation has a kernel."""
-    return {name: module for name, module in model.named_modules() if "backend" in vars(module)}
+    return {name: module for name, module in model.named_modules() if hasattr(module, "backend")}

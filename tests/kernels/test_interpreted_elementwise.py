@@ -173,6 +173,9 @@ def test_short_conv_at_the_edges(launches) -> None:
     assert torch.equal(kept, history)
     y, kept = short_conv(u[:, :0], weight, cu_seqlens=torch.tensor([0]), backend="triton")
     assert (y.shape, kept.shape) == ((1, 0, 5), (0, 2, 5))
+    alone = torch.randn(5, 1, 1, requires_grad=True)  # neither a token nor a history
+    short_conv(u[:, :0], alone, backend="triton")[0].sum().backward()
+    assert torch.equal(alone.grad, torch.zeros(5, 1, 1))
 
 
 def test_what_the_kernels_cannot_take_is_refused_by_name() -> None:

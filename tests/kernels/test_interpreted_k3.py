@@ -9,6 +9,8 @@ pytest.importorskip("triton")
 from evolve.attention_residuals import PseudoQuery
 from evolve.backends import modules_with_backend, set_backend
 from evolve.decoder import GatedFeedForward
+from evolve.deltanet import DeltaNet
+from evolve.gated_deltanet import GatedDeltaNet
 from evolve.k3 import K3, K3Config
 from evolve.kda import KimiDeltaAttention
 from evolve.short_conv import ShortConvolution
@@ -118,6 +120,34 @@ def test_a_backend_reaches_every_part_and_nothing_else() -> None:
     with pytest.raises(ValueError, match="backend must be None"):
         set_backend(net, "cuda")
     assert {part.backend for part in parts.values()} == {"triton"}, "bad input changes nothing"
+
+
+@torch.no_grad()
+def test_loaded_and_streamed_models_take_the_kernels(tmp_path, launches) -> None:
+    """A backend is set after loading, and reaches experts that stay packed or in their file."""
+    net, ids = model("torch", two_phase=False), IDS[:1, :2]
+    net.save_pretrained(tmp_path)
+    for load in (K3.from_pretrained, K3.streamed):
+        launches.clear()
+        kernels, torch_path = (set_backend(load(tmp_path), backend)(ids) for backend in ("triton", "torch"))
+        same(kernels, torch_path)
+        assert set(launches) >= PREFILLS
+
+
+def test_layers_take_a_backend_as_a_whole(launches) -> None:
+    """Built with one or told later: no part of a layer is left on the other path."""
+    layers = [KimiDeltaAttention(8, 1, 8, backend="torch"), set_backend(GatedDeltaNet(8, 1, 8), "triton")]
+    layers += [set_backend(DeltaNet(8, 1, 8), "triton")]
+    for layer, backend in zip(layers, ("torch", "triton", "triton")):
+        launches.clear()
+        assert {part.backend for part in modules_with_backend(layer).values()} == {backend}
+        assert len(modules_with_backend(layer)) == 4  # the rule and three convolutions
+        layer(torch.randn(1, 2, 8))
+        assert set(launches) == (
+            {"chunk_prepare_kernel", "chunk_walk_kernel", "short_conv_kernel"}
+            if backend == "triton"
+            else set()
+        )
 
 
 def test_float64_is_refused_and_tells_what_to_do() -> None:
