@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from benchmarks.operation_costs import OPERATION_FLOPS, OPERATION_TARGET
 from evolve_kernels.launch import Launch
 
 # What a measurement has to show of the bound: kernels that only stream get close, the walk waits for itself.
@@ -21,12 +22,12 @@ TARGET = {
     "chunk_walk_backward_kernel": 0.4,
     "state_gradients_kernel": 0.6,
     "chunk_prepare_backward_kernel": 0.3,
-}
+} | OPERATION_TARGET
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Bytes and FLOPs of one launch, and how many TF32 products stand for one of them."""
+    """Bytes and FLOPs of one launch, and how many TF32 products take as long as one of them."""
 
     BANDWIDTH: ClassVar[float] = 4.8e12  # bytes/s, HBM3e of an H200
     TF32: ClassVar[float] = 495e12  # FLOP/s, dense
@@ -34,7 +35,7 @@ class Cost:
 
     bytes: int
     flops: int
-    products: int
+    products: float  # 3 where three stand for one; half a one, nearly, on bfloat16 tiles
     target: float
 
     @property
@@ -115,13 +116,21 @@ FLOPS: dict[str, Callable[[dict[str, Any], int], int]] = {
 }
 
 
+def products_of(a: dict[str, Any]) -> float:
+    """How many TF32 products take as long as one of the launch's."""
+    if getattr(a.get("OPERAND"), "primitive_bitwidth", 32) == 16:
+        return Cost.TF32 / Cost.BF16
+    return 3 if a.get("PRECISION") == "tf32x3" else 1
+
+
 def cost(launch: Launch) -> Cost:
     """Bytes and FLOPs of a recorded launch."""
     a = launch.arguments
     tensors = {name: x for name, x in a.items() if isinstance(x, Tensor)}
     moved = sum(x.numel() * x.element_size() for x in tensors.values())
+    if launch.name in OPERATION_FLOPS:
+        return Cost(moved, OPERATION_FLOPS[launch.name](a), products_of(a), TARGET[launch.name])
     # the number of chunks, or of rows in a decode step, is the first axis of what every rule stores per chunk
     per_chunk = next((tensors[n] for n in ("a_q", "states", "inverse", "state") if n in tensors), None)
     units = len(per_chunk) if per_chunk is not None else len(tensors["chunk_rows"])
-    products = 3 if a.get("PRECISION") == "tf32x3" else 1
-    return Cost(moved, FLOPS[launch.name](a, units), products, TARGET[launch.name])
+    return Cost(moved, FLOPS[launch.name](a, units), products_of(a), TARGET[launch.name])

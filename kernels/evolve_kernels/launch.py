@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 INTERPRETED = triton.knobs.runtime.interpret  # TRITON_INTERPRET=1 when triton was imported
@@ -85,6 +86,16 @@ def precision(dtype: torch.dtype) -> str:
     if torch.version.hip is not None:
         return "ieee"
     return "tf32" if dtype in HALF else "tf32x3"
+
+
+def operand(dtype: torch.dtype) -> tl.dtype:
+    """The type of the tiles that ``tl.dot`` takes where both sides are inputs: their own, summed in float32.
+
+    The interpreter multiplies bfloat16 wrongly: there its tiles are widened first.
+    """
+    if dtype == torch.bfloat16:
+        return tl.float32 if INTERPRETED else tl.bfloat16
+    return tl.float16 if dtype == torch.float16 else tl.float32
 
 
 def tile(n: int, most: int | None = None) -> int:

@@ -14,14 +14,18 @@ pytest.importorskip("triton")
 import triton
 from benchmarks.kernel_cases import CASES, launches_of
 from benchmarks.kernels import HEAD, RESULTS, compile_launch, limit, row, table
+from benchmarks.operation_cases import AttentionCase
+from benchmarks.operation_costs import OPERATION_FLOPS
 from benchmarks.roofline import FLOPS
 
 from evolve_kernels.chunk_rule import chunk_rule
 from evolve_kernels.launch import launch, recorded
 
 MORE_TARGETS = os.environ.get("EVOLVE_TARGETS", "").split()
+OPERATION_FORWARD = ("attention_kernel",)
 STORED = json.loads((RESULTS / "kernels.json").read_text())
-FORWARD = ("chunk_prepare_kernel", "chunk_walk_kernel", "kda_decode_kernel")
+FORWARD = ("chunk_prepare_kernel", "chunk_walk_kernel", "kda_decode_kernel", *OPERATION_FORWARD)
+OTHER_INSTRUCTIONS = {"kda_decode_kernel": "none"}  # of the tensor cores: whole-warpgroup products else
 
 
 def stored_rows(case: str) -> list[dict]:
@@ -35,7 +39,7 @@ def test_kernels_compile_for_hopper_as_the_table_says(case: str) -> None:
     found = [row(case, one, "sm_90") for one in launches]
     for one in found:
         assert one["shared"] <= limit("sm_90"), one["kernel"]
-        assert one["tensor_core"] == ("none" if CASES[case].decode else "wgmma"), one["kernel"]
+        assert one["tensor_core"] == OTHER_INSTRUCTIONS.get(one["kernel"], "wgmma"), one["kernel"]
         if "K3" in case and one["kernel"] in FORWARD and not one["keeps"]:
             assert one["spilled"] == 0, one["kernel"]
     assert [one["kernel"] for one in found] == [one["kernel"] for one in stored_rows(case)]
@@ -51,6 +55,18 @@ def test_kernels_compile_for_other_targets(case: str, target: str) -> None:
         assert compile_launch(one, target).shared <= limit(target), one.name
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("target", ["sm_90", *MORE_TARGETS])
+def test_the_widest_heads_fit_everywhere(target: str, dtype: torch.dtype) -> None:
+    """Attention of 256 channels, gradients included; in float32 its tiles are twice as many bytes."""
+    widest = AttentionCase(H=1, K=256, V=256, T=64, S=64, backward=True)
+    with recorded() as launches:
+        widest.call("meta", dtype)()
+    assert len(launches) == 3
+    for one in launches:
+        assert compile_launch(one, target).shared <= limit(target), one.name
+
+
 def test_the_table_is_rendered_from_the_stored_rows() -> None:
     page = (RESULTS / "kernels.md").read_text()
     assert page.endswith(table(STORED["rows"]))
@@ -58,7 +74,7 @@ def test_the_table_is_rendered_from_the_stored_rows() -> None:
 
 
 def test_every_kernel_is_compiled() -> None:
-    assert {one["kernel"] for one in STORED["rows"]} == set(FLOPS)
+    assert {one["kernel"] for one in STORED["rows"]} == set(FLOPS) | set(OPERATION_FLOPS)
 
 
 def test_a_kernel_that_spills_is_seen() -> None:

@@ -9,6 +9,7 @@ import torch
 pytest.importorskip("triton")
 
 from benchmarks.kernel_cases import Case, call
+from benchmarks.operation_cases import AttentionCase
 from benchmarks.roofline import cost
 from triton.runtime.interpreter import InterpreterBuilder
 
@@ -26,6 +27,10 @@ CASES = {
 
 
 TABLES = ("starts", "chunk_starts", "chunk_rows")
+OPERATIONS = {
+    "attention": (AttentionCase(H=2, K=32, V=16, T=70, S=100, backward=True), ["attention_kernel",
+                  "query_gradient_kernel", "key_gradients_kernel"]),
+}  # fmt: skip
 
 
 class Counter:
@@ -61,9 +66,12 @@ class Counter:
         self.touched.update(dict.fromkeys(np.unique(addresses).tolist(), size))
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_every_byte_and_product_is_counted(name: str, monkeypatch) -> None:
-    """Nothing is given to a kernel that it leaves alone, but the numbers that say where sequences start."""
+MODULES = ("chunk_rule", "kda_decode", "full_attention", "full_attention_backward")
+
+
+@pytest.fixture
+def seen(monkeypatch) -> list[tuple]:
+    """Every launch with the bytes it touched and the FLOPs it did."""
     counter, run, seen = Counter(monkeypatch), launching.launch, []
 
     def observed(kernel, programs, arguments, **options) -> None:
@@ -72,15 +80,27 @@ def test_every_byte_and_product_is_counted(name: str, monkeypatch) -> None:
             run(kernel, programs, arguments, **options)
         seen.append((launches[0], sum(counter.touched.values()), counter.flops))
 
-    for module in ("chunk_rule", "kda_decode"):
+    for module in MODULES:
         monkeypatch.setattr(f"evolve_kernels.{module}.launch", observed)
+    return seen
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_byte_and_product_is_counted(name: str, seen) -> None:
+    """Nothing is given to a kernel that it leaves alone, but the numbers that say where sequences start."""
     call(CASES[name], "cpu", torch.float16)()
     assert len(seen) == 7
     for launch, touched, flops in seen:
         assert flops == cost(launch).flops, launch.name
-        tables = sum(
-            launch.arguments[t].nbytes
-            for t in ("starts", "chunk_starts", "chunk_rows")
-            if t in launch.arguments
-        )
+        tables = sum(launch.arguments[t].nbytes for t in TABLES if t in launch.arguments)
         assert abs(touched - cost(launch).bytes) <= tables, launch.name
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_every_byte_and_product_of_an_operation_is_counted(name: str, seen) -> None:
+    case, kernels = OPERATIONS[name]
+    case.call("cpu", torch.float16)()
+    assert [launch.name for launch, _, _ in seen] == kernels
+    for launch, touched, flops in seen:
+        assert flops == cost(launch).flops, launch.name
+        assert touched == cost(launch).bytes, launch.name

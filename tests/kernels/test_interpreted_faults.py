@@ -18,7 +18,8 @@ import torch
 
 pytest.importorskip("triton")
 
-FRESH = ("evolve_kernels", "tests.kernels.test_interpreted_rules", "tests.kernels.test_interpreted_decode")
+SUITES = ("rules", "decode", "attention")
+FRESH = ("evolve_kernels", *(f"tests.kernels.test_interpreted_{suite}" for suite in SUITES))
 
 
 @contextmanager
@@ -58,6 +59,11 @@ def rule(name: str, C: int = 16, bound: float | None = None, **sizes) -> Callabl
 def decode(launches: dict) -> None:
     suite = importlib.import_module("tests.kernels.test_interpreted_decode")
     suite.test_prefill_and_decode_equal_the_layer("grouped", launches)
+
+
+def attention(launches: dict) -> None:
+    suite = importlib.import_module("tests.kernels.test_interpreted_attention")
+    suite.compare(T=19, S=70, H=1, HV=2, K=20, V=12, mask="holes", launches=launches)
 
 
 KDA, GROUPED = rule("KDA"), rule("KDA", H=2, HV=4, gate="-1.5")
@@ -122,10 +128,23 @@ FAULTS = [
           "tl.sum(d_m * x, axis=1)", DELTA),
     Fault("decoding without beta", "kda_decode", "(beta * error)", "(error)", decode),
     Fault("a convolution that forgets", "kda_decode", "(j - 1) * D, x,", "(j - 1) * D, 0 * x,", decode),
+    Fault("sums that never fade", "online_softmax", "l * faded", "l", attention),
+    Fault("hidden keys seen", "online_softmax", "other=0) != 0", "other=0) >= 0", attention),
+    Fault("hidden keys loaded", "online_softmax", "real[:, None] & (cols < width)[None, :]",
+          "(cols < width)[None, :]", attention),
+    Fault("a glance at the next key", "full_attention", "t[:, None] + (S - T)", "t[:, None] + (S - T) + 1",
+          attention),
+    Fault("the walk ends a tile early", "full_attention", "S + tl.minimum((i + 1) * BT - T, 0)",
+          "S + tl.minimum(i * BT - T, 0)", attention),
+    Fault("no score weighs down the others", "full_attention_backward", "- shares[:, None])\n        dq_rows",
+          ")\n        dq_rows", attention),
+    Fault("the first queries left out", "full_attention_backward", "tl.maximum(i * BS - (S - T), 0) // BT",
+          "tl.maximum(i * BS, 0) // BT", attention),
+    Fault("gradient of keys not scaled", "full_attention_backward", "scale * dk_rows", "dk_rows", attention),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("sentinel", [KDA, GROUPED, BOUNDED, GATED, DELTA, decode])
+@pytest.mark.parametrize("sentinel", [KDA, GROUPED, BOUNDED, GATED, DELTA, decode, attention])
 def test_the_unchanged_copy_passes(sentinel, tmp_path, launches) -> None:
     with planted(tmp_path, "tiles", "block % 2 == 1", "block % 2 == 1"):
         sentinel(launches)

@@ -1,0 +1,97 @@
+"""Attention and experts as the benchmarks call them: a case makes its inputs and knows who else does it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Inputs = dict[str, Tensor]
+
+
+class Operation:
+    """One call at one model's sizes. ``backward`` asks for the gradients of its floating-point inputs too."""
+
+    backward: bool = False
+
+    def inputs(self, device: str, dtype: torch.dtype) -> Inputs:
+        raise NotImplementedError
+
+    def ours(self, given: Inputs) -> Tensor:
+        """The kernel's result."""
+        raise NotImplementedError
+
+    def reference(self, given: Inputs) -> Tensor:
+        """The PyTorch form's, in the precision of its inputs."""
+        raise NotImplementedError
+
+    def peers(self, given: Inputs) -> dict[str, Callable[[], Tensor]]:
+        """Calls of others that do the same."""
+        return {}
+
+    def checked(self) -> "Operation":
+        """The same at sizes at which float64 fits."""
+        return self
+
+    def run(self, form: Callable[[], Tensor], given: Inputs) -> Callable[[], Any]:
+        """A function that makes a call, forward and, where the case has one, backward."""
+        leaves = [x.requires_grad_() for x in given.values() if self.backward and x.is_floating_point()]
+
+        def both() -> Any:
+            o = form()
+            return torch.autograd.grad(o, leaves, o) if leaves else o
+
+        return both
+
+    def call(self, device: str, dtype: torch.dtype) -> Callable[[], Any]:
+        given = self.inputs(device, dtype)
+        return self.run(lambda: self.ours(given), given)
+
+
+def normal(device: str, dtype: torch.dtype, *shape: int) -> Tensor:
+    return torch.randn(shape, device=device, dtype=torch.float32).to(dtype)
+
+
+@dataclass(frozen=True)
+class AttentionCase(Operation):
+    """Causal softmax attention; S keys, of which the last T are the queries' own tokens."""
+
+    H: int
+    K: int
+    V: int
+    T: int
+    S: int
+    B: int = 1
+    backward: bool = False
+
+    def checked(self) -> "AttentionCase":
+        return replace(self, B=1, H=min(self.H, 2), T=100, S=200)
+
+    def inputs(self, device: str, dtype: torch.dtype) -> Inputs:
+        B, T, S, H, K, V = self.B, self.T, self.S, self.H, self.K, self.V
+        shapes = {"q": (B, T, H, K), "k": (B, S, H, K), "v": (B, S, H, V)}
+        return {name: normal(device, dtype, *shape) for name, shape in shapes.items()}
+
+    def ours(self, given: Inputs) -> Tensor:
+        from evolve_kernels.full_attention import softmax_attention
+
+        return softmax_attention(**given)
+
+    def reference(self, given: Inputs) -> Tensor:
+        from evolve.full_attention import softmax_attention
+
+        return softmax_attention(**given, backend="torch")
+
+    def peers(self, given: Inputs) -> dict[str, Callable[[], Tensor]]:
+        q, k, v = (x.transpose(1, 2) for x in given.values())
+        mask = torch.ones(self.T, self.S, dtype=torch.bool, device=q.device).tril(self.S - self.T)
+        how = {"is_causal": True} if self.T == self.S else {"attn_mask": mask}
+        return {"sdpa": lambda: F.scaled_dot_product_attention(q, k, v, **how)}
+
+
+OPERATIONS: dict[str, Operation] = {
+    "attention, GPT-2": AttentionCase(H=12, K=64, V=64, T=1024, S=1024, B=8, backward=True),
+    "MLA prefill, K3": AttentionCase(H=96, K=192, V=128, T=8192, S=8192, backward=True),
+}
