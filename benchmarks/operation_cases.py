@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -91,7 +91,52 @@ class AttentionCase(Operation):
         return {"sdpa": lambda: F.scaled_dot_product_attention(q, k, v, **how)}
 
 
+@dataclass(frozen=True)
+class MlaDecodeCase(Operation):
+    """T new tokens over S latents of R + Kr numbers, the queries absorbed already."""
+
+    H: int
+    R: int
+    Kr: int
+    S: int
+    T: int = 1
+    B: int = 1
+
+    SCALE: ClassVar[float] = 192**-0.5
+
+    def checked(self) -> "MlaDecodeCase":
+        return replace(self, B=2, S=300)
+
+    def inputs(self, device: str, dtype: torch.dtype) -> Inputs:
+        q = normal(device, dtype, self.B, self.T, self.H, self.R + self.Kr)
+        return {"q": q, "latent": normal(device, dtype, self.B, self.S, self.R + self.Kr)}
+
+    def ours(self, given: Inputs) -> Tensor:
+        from evolve_kernels.mla_decode import mla_decode
+
+        return mla_decode(**given, R=self.R, scale=self.SCALE)
+
+    def reference(self, given: Inputs) -> Tensor:
+        from evolve.full_attention import attention_by_hand, visible_keys
+
+        q, latent = given.values()
+        visible = visible_keys(self.T, self.S, True, None, q.device)
+        visible = visible if visible is None else visible.repeat_interleave(self.H, dim=2)
+        keys = latent[:, :, None]
+        o = attention_by_hand(q.flatten(1, 2)[:, :, None], keys, keys[..., : self.R], self.SCALE, visible)
+        return o.view(*q.shape[:3], self.R)
+
+    def peers(self, given: Inputs) -> dict[str, Callable[[], Tensor]]:
+        q, latent = given.values()
+        rows, keys = q.flatten(1, 2)[:, None], latent[:, None]
+        form = F.scaled_dot_product_attention
+        return (
+            {"sdpa": lambda: form(rows, keys, keys[..., : self.R], scale=self.SCALE)} if self.T == 1 else {}
+        )
+
+
 OPERATIONS: dict[str, Operation] = {
     "attention, GPT-2": AttentionCase(H=12, K=64, V=64, T=1024, S=1024, B=8, backward=True),
     "MLA prefill, K3": AttentionCase(H=96, K=192, V=128, T=8192, S=8192, backward=True),
+    "MLA decode, K3": MlaDecodeCase(H=96, R=512, Kr=64, S=131072),
 }

@@ -28,14 +28,27 @@ def attention_pairs_by_key(a: Arguments) -> int:
     return len(a["q"]) * a["HV"] * total
 
 
+def latent_tiles(a: Arguments) -> int:
+    """Tiles of rows times tiles of latents that all splits walk over."""
+    spans = (min((j + 1) * a["span"], a["S"]) - j * a["span"] for j in range(a["splits"]))
+    rows = len(a["q"]) * tiles(a["T"] * a["H"], a["BM"])
+    return rows * sum(tiles(max(span, 0), a["BS"]) for span in spans)
+
+
 OPERATION_FLOPS: dict[str, Callable[[Arguments], int]] = {
     "attention_kernel": lambda a: attention_pairs(a) * 2 * (a["BK"] + a["BV"]),
     "query_gradient_kernel": lambda a: attention_pairs(a) * 2 * (2 * a["BK"] + a["BV"]),
     "key_gradients_kernel": lambda a: attention_pairs_by_key(a) * 2 * 2 * (a["BK"] + a["BV"]),
+    "mla_part_kernel": lambda a: (
+        latent_tiles(a) * 2 * a["BM"] * a["BS"] * (2 * a["BR"] + (a["BKR"] if a["KR"] else 0))
+    ),
+    "mla_combine_kernel": lambda a: 0,  # no products
 }
 
 OPERATION_TARGET = {
     "attention_kernel": 0.4,
     "query_gradient_kernel": 0.3,
     "key_gradients_kernel": 0.3,
+    "mla_part_kernel": 0.5,
+    "mla_combine_kernel": 0.3,
 }

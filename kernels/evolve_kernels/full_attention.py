@@ -19,7 +19,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from evolve_kernels.full_attention_backward import attention_gradients
-from evolve_kernels.launch import HALF, check_device, check_tensor, launch, operand, precision, tile
+from evolve_kernels.launch import (
+    HALF,
+    check_device,
+    check_mask,
+    check_tensor,
+    launch,
+    operand,
+    precision,
+    tile,
+)
 from evolve_kernels.online_softmax import add_keys, averages, load_real, real_keys
 from evolve_kernels.tiles import load_tile, store_tile
 
@@ -122,10 +131,7 @@ def softmax_attention(
     k = check_tensor("k", k, q.device, B, S, H, K)
     v = check_tensor("v", v, q.device, B, S, HV, V)
     if key_mask is not None:
-        if list(key_mask.shape) != [B, S] or key_mask.dtype != torch.bool or key_mask.device != q.device:
-            raise ValueError(f"key_mask must be bool [B, S] = {[B, S]} on {q.device}, got {key_mask.dtype} "
-                             f"{list(key_mask.shape)} on {key_mask.device}")  # fmt: skip
-        key_mask = key_mask.contiguous().view(torch.uint8)
+        key_mask = check_mask(key_mask, B, S, q.device)
     numbers = {"T": T, "S": S, "scale": K**-0.5 if scale is None else float(scale), "CAUSAL": causal}
     numbers |= {"H": H, "HV": HV, "K": K, "V": V, "BK": tile(K), "BV": tile(V)}
     numbers |= token_tiles(max(numbers["BK"], numbers["BV"]), q.dtype)

@@ -70,6 +70,14 @@ def check_tensor(name: str, x: Tensor, device: torch.device, *sizes: int) -> Ten
     return x.contiguous()
 
 
+def check_mask(key_mask: Tensor, B: int, S: int, device: torch.device) -> Tensor:
+    """``key_mask`` as the kernels read it, uint8, once it is bool [B, S] on the device of the others."""
+    if list(key_mask.shape) != [B, S] or key_mask.dtype != torch.bool or key_mask.device != device:
+        got = f"{key_mask.dtype} {list(key_mask.shape)} on {key_mask.device}"
+        raise ValueError(f"key_mask must be bool [B, S] = {[B, S]} on {device}, got {got}")
+    return key_mask.contiguous().view(torch.uint8)
+
+
 def check_device(device: torch.device) -> None:
     """A kernel runs on a GPU, or in Triton's interpreter; ``meta`` only while launches are recorded."""
     fits = device.type == "cuda" or (device.type == "cpu" and INTERPRETED)

@@ -34,7 +34,7 @@ from evolve.full_attention import (
     softmax_attention,
     visible_keys,
 )
-from evolve.memory_rule import check_cu_seqlens
+from evolve.memory_rule import check_cu_seqlens, runs_on_triton
 from evolve.norms import RMSNorm
 
 LATENT_NORM_EPS = 1e-6  # of the two latent norms, whatever the model's other norms use
@@ -78,7 +78,7 @@ def absorbed_mla(
     """The same without expanding: queries are taken into the latent space, and results out of it.
 
     For decoding: a step reads R + Kr numbers a cached token once for all heads. Arguments, result and errors
-    as ``expanded_mla``.
+    as ``expanded_mla``; where a gradient is wanted, PyTorch runs whatever ``backend`` says.
     """
     return _attend(_absorbed, q, latent, kv_b, scale, key_mask, cu_seqlens, backend)
 
@@ -111,14 +111,26 @@ def _absorbed(
     W_k, W_v = kv_b.unflatten(0, (H, -1)).tensor_split([Kn], dim=1)  # [H, Kn, R], [H, V, R]
     q_n, q_s = q.tensor_split([Kn], dim=-1)
     q = torch.cat([torch.einsum("bthn,hnr->bthr", q_n, W_k), q_s], dim=-1)  # as wide as what is stored
+    scale = width**-0.5 if scale is None else scale
+    if _decodes_in_a_kernel(backend, q, latent, kv_b):
+        from evolve_kernels.mla_decode import mla_decode
+
+        return torch.einsum("bthr,hvr->bthv", mla_decode(q, latent, R, scale=scale, key_mask=key_mask), W_v)
     # All heads read one and the same list, so they are further queries of a single head.
     visible = visible_keys(T, S, True, key_mask, q.device)
     visible = visible if visible is None else visible.repeat_interleave(H, dim=2)
-    scale = width**-0.5 if scale is None else scale
     o = attention_by_hand(
         q.flatten(1, 2)[:, :, None], latent[:, :, None], latent[:, :, None, :R], scale, visible
     )
     return torch.einsum("bthr,hvr->bthv", o.view(B, T, H, R), W_v)
+
+
+def _decodes_in_a_kernel(backend: str | None, q: Tensor, latent: Tensor, kv_b: Tensor) -> bool:
+    """Whether the kernel of the absorbed form takes these: it has no gradient, and latents of at most 512."""
+    inputs = (q, latent, kv_b)
+    differentiates = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    fits = backend is not None or max(kv_b.shape[-1], latent.shape[-1] - kv_b.shape[-1]) <= 512
+    return runs_on_triton(backend, inputs) and fits and not differentiates
 
 
 def _attend(

@@ -22,10 +22,14 @@ from evolve_kernels.chunk_rule import chunk_rule
 from evolve_kernels.launch import launch, recorded
 
 MORE_TARGETS = os.environ.get("EVOLVE_TARGETS", "").split()
-OPERATION_FORWARD = ("attention_kernel",)
+OPERATION_FORWARD = ("attention_kernel", "mla_part_kernel", "mla_combine_kernel")
 STORED = json.loads((RESULTS / "kernels.json").read_text())
 FORWARD = ("chunk_prepare_kernel", "chunk_walk_kernel", "kda_decode_kernel", *OPERATION_FORWARD)
-OTHER_INSTRUCTIONS = {"kda_decode_kernel": "none"}  # of the tensor cores: whole-warpgroup products else
+OTHER_INSTRUCTIONS = {
+    "kda_decode_kernel": "none",
+    "mla_combine_kernel": "none",
+    "mla_part_kernel": "mma.sync",
+}
 
 
 def stored_rows(case: str) -> list[dict]:

@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("triton")
 
 from benchmarks.kernel_cases import Case, call
-from benchmarks.operation_cases import AttentionCase
+from benchmarks.operation_cases import AttentionCase, MlaDecodeCase
 from benchmarks.roofline import cost
 from triton.runtime.interpreter import InterpreterBuilder
 
@@ -30,6 +30,8 @@ TABLES = ("starts", "chunk_starts", "chunk_rows")
 OPERATIONS = {
     "attention": (AttentionCase(H=2, K=32, V=16, T=70, S=100, backward=True), ["attention_kernel",
                   "query_gradient_kernel", "key_gradients_kernel"]),
+    "MLA decode": (MlaDecodeCase(H=3, R=32, Kr=16, S=150, T=2, B=2), ["mla_part_kernel",
+                   "mla_combine_kernel"]),
 }  # fmt: skip
 
 
@@ -66,7 +68,7 @@ class Counter:
         self.touched.update(dict.fromkeys(np.unique(addresses).tolist(), size))
 
 
-MODULES = ("chunk_rule", "kda_decode", "full_attention", "full_attention_backward")
+MODULES = ("chunk_rule", "kda_decode", "full_attention", "full_attention_backward", "mla_decode")
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ import torch
 
 pytest.importorskip("triton")
 
-SUITES = ("rules", "decode", "attention")
+SUITES = ("rules", "decode", "attention", "mla")
 FRESH = ("evolve_kernels", *(f"tests.kernels.test_interpreted_{suite}" for suite in SUITES))
 
 
@@ -64,6 +64,11 @@ def decode(launches: dict) -> None:
 def attention(launches: dict) -> None:
     suite = importlib.import_module("tests.kernels.test_interpreted_attention")
     suite.compare(T=19, S=70, H=1, HV=2, K=20, V=12, mask="holes", launches=launches)
+
+
+def mla(launches: dict) -> None:
+    suite = importlib.import_module("tests.kernels.test_interpreted_mla")
+    suite.compare(B=2, T=2, H=3, R=20, KR=12, S=70, splits=2, mask="holes", launches=launches)
 
 
 KDA, GROUPED = rule("KDA"), rule("KDA", H=2, HV=4, gate="-1.5")
@@ -140,11 +145,17 @@ FAULTS = [
           ")\n        dq_rows", attention),
     Fault("the first queries left out", "full_attention_backward", "tl.maximum(i * BS - (S - T), 0) // BT",
           "tl.maximum(i * BS, 0) // BT", attention),
+    Fault("a split begins with another's keys", "mla_decode", "tl.minimum((j + 1) * span, S), BS)",
+          "S, BS)", mla),
+    Fault("shared key part left out", "mla_decode", "x += tl.dot(q_k,", "x += 0 * tl.dot(q_k,", mla),
+    Fault("every row is the last token's", "mla_decode", "(i * BM + r) // H + (S - T)", "r * 0 + S", mla),
+    Fault("splits weigh the same", "mla_decode", "tl.exp(tl.load(lse + row * splits + part) - m)",
+          "tl.exp(0 * tl.load(lse + row * splits + part))", mla),
     Fault("gradient of keys not scaled", "full_attention_backward", "scale * dk_rows", "dk_rows", attention),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("sentinel", [KDA, GROUPED, BOUNDED, GATED, DELTA, decode, attention])
+@pytest.mark.parametrize("sentinel", [KDA, GROUPED, BOUNDED, GATED, DELTA, decode, attention, mla])
 def test_the_unchanged_copy_passes(sentinel, tmp_path, launches) -> None:
     with planted(tmp_path, "tiles", "block % 2 == 1", "block % 2 == 1"):
         sentinel(launches)
