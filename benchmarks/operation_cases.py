@@ -1,9 +1,11 @@
 """Attention and experts as the benchmarks call them: a case makes its inputs and knows who else does it."""
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 Inputs = dict[str, Tensor]
@@ -52,4 +54,89 @@ def normal(device: str, dtype: torch.dtype, *shape: int) -> Tensor:
     return torch.randn(shape, device=device, dtype=torch.float32).to(dtype)
 
 
-OPERATIONS: dict[str, Operation] = {}
+@dataclass(frozen=True)
+class AttentionCase(Operation):
+    """Causal softmax attention; S keys, of which the last T are the queries' own tokens."""
+
+    H: int
+    K: int
+    V: int
+    T: int
+    S: int
+    B: int = 1
+    backward: bool = False
+
+    def checked(self) -> "AttentionCase":
+        return replace(self, B=1, H=min(self.H, 2), T=100, S=200)
+
+    def inputs(self, device: str, dtype: torch.dtype) -> Inputs:
+        B, T, S, H, K, V = self.B, self.T, self.S, self.H, self.K, self.V
+        shapes = {"q": (B, T, H, K), "k": (B, S, H, K), "v": (B, S, H, V)}
+        return {name: normal(device, dtype, *shape) for name, shape in shapes.items()}
+
+    def ours(self, given: Inputs) -> Tensor:
+        from evolve_kernels.full_attention import softmax_attention
+
+        return softmax_attention(**given)
+
+    def reference(self, given: Inputs) -> Tensor:
+        from evolve.full_attention import softmax_attention
+
+        return softmax_attention(**given, backend="torch")
+
+    def peers(self, given: Inputs) -> dict[str, Callable[[], Tensor]]:
+        q, k, v = (x.transpose(1, 2) for x in given.values())
+        mask = torch.ones(self.T, self.S, dtype=torch.bool, device=q.device).tril(self.S - self.T)
+        how = {"is_causal": True} if self.T == self.S else {"attn_mask": mask}
+        return {"sdpa": lambda: F.scaled_dot_product_attention(q, k, v, **how)}
+
+
+@dataclass(frozen=True)
+class MlaDecodeCase(Operation):
+    """T new tokens over S latents of R + Kr numbers, the queries absorbed already."""
+
+    H: int
+    R: int
+    Kr: int
+    S: int
+    T: int = 1
+    B: int = 1
+
+    SCALE: ClassVar[float] = 192**-0.5
+
+    def checked(self) -> "MlaDecodeCase":
+        return replace(self, B=2, S=300)
+
+    def inputs(self, device: str, dtype: torch.dtype) -> Inputs:
+        q = normal(device, dtype, self.B, self.T, self.H, self.R + self.Kr)
+        return {"q": q, "latent": normal(device, dtype, self.B, self.S, self.R + self.Kr)}
+
+    def ours(self, given: Inputs) -> Tensor:
+        from evolve_kernels.mla_decode import mla_decode
+
+        return mla_decode(**given, R=self.R, scale=self.SCALE)
+
+    def reference(self, given: Inputs) -> Tensor:
+        from evolve.full_attention import attention_by_hand, visible_keys
+
+        q, latent = given.values()
+        visible = visible_keys(self.T, self.S, True, None, q.device)
+        visible = visible if visible is None else visible.repeat_interleave(self.H, dim=2)
+        keys = latent[:, :, None]
+        o = attention_by_hand(q.flatten(1, 2)[:, :, None], keys, keys[..., : self.R], self.SCALE, visible)
+        return o.view(*q.shape[:3], self.R)
+
+    def peers(self, given: Inputs) -> dict[str, Callable[[], Tensor]]:
+        q, latent = given.values()
+        rows, keys = q.flatten(1, 2)[:, None], latent[:, None]
+        form = F.scaled_dot_product_attention
+        return (
+            {"sdpa": lambda: form(rows, keys, keys[..., : self.R], scale=self.SCALE)} if self.T == 1 else {}
+        )
+
+
+OPERATIONS: dict[str, Operation] = {
+    "attention, GPT-2": AttentionCase(H=12, K=64, V=64, T=1024, S=1024, B=8, backward=True),
+    "MLA prefill, K3": AttentionCase(H=96, K=192, V=128, T=8192, S=8192, backward=True),
+    "MLA decode, K3": MlaDecodeCase(H=96, R=512, Kr=64, S=131072),
+}

@@ -15,16 +15,19 @@ import triton
 from benchmarks.kernel_cases import CASES, launches_of
 from benchmarks.kernels import HEAD, RESULTS, compile_launch, limit, row, table
 from benchmarks.layer_costs import LAYER_FLOPS
+from benchmarks.operation_cases import AttentionCase
 from benchmarks.roofline import TARGET
 
 from evolve_kernels.chunk_rule import chunk_rule
 from evolve_kernels.launch import launch, recorded
 
 MORE_TARGETS = os.environ.get("EVOLVE_TARGETS", "").split()
+OPERATION_FORWARD = ("attention_kernel", "mla_part_kernel", "mla_combine_kernel")
 STORED = json.loads((RESULTS / "kernels.json").read_text())
-FORWARD = ("chunk_prepare_kernel", "chunk_walk_kernel", "kda_decode_kernel")
+FORWARD = ("chunk_prepare_kernel", "chunk_walk_kernel", "kda_decode_kernel", *OPERATION_FORWARD)
 FORWARD += ("depth_read_kernel", "depth_add_kernel", "situ_glu_kernel", "short_conv_kernel")
-INSTRUCTION = {"kda_decode_kernel": "none"}  # of the tensor cores; wgmma where the table says nothing else
+# of the tensor cores; wgmma where the table says nothing else
+INSTRUCTION = {"kda_decode_kernel": "none", "mla_combine_kernel": "none", "mla_part_kernel": "mma.sync"}
 INSTRUCTION |= {
     "depth_read_kernel": "mma.sync",
     "depth_read_backward_kernel": "mma.sync",
@@ -57,6 +60,18 @@ def test_kernels_compile_for_hopper_as_the_table_says(case: str) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_kernels_compile_for_other_targets(case: str, target: str) -> None:
     for one in launches_of(case):
+        assert compile_launch(one, target).shared <= limit(target), one.name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("target", ["sm_90", *MORE_TARGETS])
+def test_the_widest_heads_fit_everywhere(target: str, dtype: torch.dtype) -> None:
+    """Attention of 256 channels, gradients included; in float32 its tiles are twice as many bytes."""
+    widest = AttentionCase(H=1, K=256, V=256, T=64, S=64, backward=True)
+    with recorded() as launches:
+        widest.call("meta", dtype)()
+    assert len(launches) == 3
+    for one in launches:
         assert compile_launch(one, target).shared <= limit(target), one.name
 
 

@@ -10,6 +10,7 @@ pytest.importorskip("triton")
 
 from benchmarks.kernel_cases import Case, call
 from benchmarks.layer_cases import LAYERS
+from benchmarks.operation_cases import AttentionCase, MlaDecodeCase
 from benchmarks.roofline import cost
 from triton.runtime.interpreter import InterpreterBuilder
 
@@ -34,6 +35,12 @@ LAUNCHED = {
     "short convolution, K3": ["short_conv_kernel", "short_conv_backward_kernel"],
 }
 OPERATIONS = {name: (LAYERS[name].checked(), kernels) for name, kernels in LAUNCHED.items()}
+OPERATIONS |= {
+    "attention": (AttentionCase(H=2, K=32, V=16, T=70, S=100, backward=True), ["attention_kernel",
+                  "query_gradient_kernel", "key_gradients_kernel"]),
+    "MLA decode": (MlaDecodeCase(H=3, R=32, Kr=16, S=150, T=2, B=2), ["mla_part_kernel",
+                   "mla_combine_kernel"]),
+}  # fmt: skip
 
 
 class Counter:
@@ -69,7 +76,7 @@ class Counter:
         self.touched.update(dict.fromkeys(np.unique(addresses).tolist(), size))
 
 
-MODULES = ("chunk_rule", "kda_decode")
+MODULES = ("chunk_rule", "kda_decode", "full_attention", "full_attention_backward", "mla_decode")
 MODULES += ("attention_residuals", "attention_residuals_add", "situ_glu", "short_conv")
 
 

@@ -18,7 +18,7 @@ import torch
 
 pytest.importorskip("triton")
 
-SUITES = ("rules", "decode", "depth", "elementwise")
+SUITES = ("rules", "decode", "depth", "elementwise", "attention", "mla")
 FRESH = ("evolve_kernels", *(f"tests.kernels.test_interpreted_{suite}" for suite in SUITES))
 
 
@@ -73,6 +73,16 @@ def situ(launches: dict) -> None:
 def conv(launches: dict) -> None:
     suite = importlib.import_module("tests.kernels.test_interpreted_elementwise")
     suite.compare_conv(launches, 1, 38, 18, 4, True, (0, 2, 2, 37, 38))
+
+
+def attention(launches: dict) -> None:
+    suite = importlib.import_module("tests.kernels.test_interpreted_attention")
+    suite.compare(T=19, S=70, H=1, HV=2, K=20, V=12, mask="holes", launches=launches)
+
+
+def mla(launches: dict) -> None:
+    suite = importlib.import_module("tests.kernels.test_interpreted_mla")
+    suite.compare(B=2, T=2, H=3, R=20, KR=12, S=70, splits=2, mask="holes", launches=launches)
 
 
 KDA, GROUPED = rule("KDA"), rule("KDA", H=2, HV=4, gate="-1.5")
@@ -170,10 +180,30 @@ FAULTS = [
     Fault("SiLU's slope without z", "short_conv", "(s + z * s * (1.0 - s))", "(s + s * (1.0 - s))", conv),
     Fault("a weight's gradient of x alone", "short_conv", "tl.sum(x * dz, axis=0)", "tl.sum(x, axis=0)",
           conv),
+    Fault("sums that never fade", "online_softmax", "l * faded", "l", attention),
+    Fault("hidden keys seen", "online_softmax", "other=0) != 0", "other=0) >= 0", attention),
+    Fault("hidden keys loaded", "online_softmax", "real[:, None] & (cols < width)[None, :]",
+          "(cols < width)[None, :]", attention),
+    Fault("a glance at the next key", "full_attention", "t[:, None] + (S - T)", "t[:, None] + (S - T) + 1",
+          attention),
+    Fault("the walk ends a tile early", "full_attention", "S + tl.minimum((i + 1) * BT - T, 0)",
+          "S + tl.minimum(i * BT - T, 0)", attention),
+    Fault("no score weighs down the others", "full_attention_backward", "- shares[:, None])\n        dq_rows",
+          ")\n        dq_rows", attention),
+    Fault("the first queries left out", "full_attention_backward", "tl.maximum(i * BS - (S - T), 0) // BT",
+          "tl.maximum(i * BS, 0) // BT", attention),
+    Fault("a split begins with another's keys", "mla_decode", "tl.minimum((j + 1) * span, S), BS)",
+          "S, BS)", mla),
+    Fault("shared key part left out", "mla_decode", "x += tl.dot(q_k,", "x += 0 * tl.dot(q_k,", mla),
+    Fault("every row is the last token's", "mla_decode", "(i * BM + r) // H + (S - T)", "r * 0 + S", mla),
+    Fault("splits weigh the same", "mla_decode", "tl.exp(tl.load(lse + row * splits + part) - m)",
+          "tl.exp(0 * tl.load(lse + row * splits + part))", mla),
+    Fault("gradient of keys not scaled", "full_attention_backward", "scale * dk_rows", "dk_rows", attention),
 ]  # fmt: skip
+SENTINELS = [KDA, GROUPED, BOUNDED, GATED, DELTA, decode, depth, situ, conv, attention, mla]
 
 
-@pytest.mark.parametrize("sentinel", [KDA, GROUPED, BOUNDED, GATED, DELTA, decode, depth, situ, conv])
+@pytest.mark.parametrize("sentinel", SENTINELS)
 def test_the_unchanged_copy_passes(sentinel, tmp_path, launches) -> None:
     with planted(tmp_path, "tiles", "block % 2 == 1", "block % 2 == 1"):
         sentinel(launches)
