@@ -159,7 +159,7 @@ HEAD = """# The kernels, compiled
 Written by `python -m benchmarks.kernels` ({versions}); nothing here is measured. Registers, spills and shared
 memory are the compiler's for sm_90. The bound is the time in which an H200 could move every tensor of the
 launch once ({bandwidth:.1f} TB/s) or do its products ({tf32:.0f} TFLOP/s in TF32, which the memory rules
-use, {bf16:.0f} in bfloat16, which attention uses), whichever is longer; "to
+use, {bf16:.0f} in bfloat16, which attention and experts use), whichever is longer; "to
 reach of it" is what a measurement has to show. B = 1 row of {tokens} tokens, bfloat16; one token for the
 decode step.
 

@@ -135,8 +135,61 @@ class MlaDecodeCase(Operation):
         )
 
 
+@dataclass(frozen=True)
+class ExpertsCase(Operation):
+    """One grouped product, O x I an expert: ``tokens`` that each chose k of E experts at random.
+
+    ``packed``: the weights are MXFP4, codes and scales at random. What the router sorts is not timed.
+    """
+
+    E: int
+    k: int
+    O: int
+    I: int
+    tokens: int
+    packed: bool = False
+    backward: bool = False
+
+    def checked(self) -> "ExpertsCase":
+        return replace(self, E=5, k=2, O=70, I=96, tokens=60)
+
+    def inputs(self, device: str, dtype: torch.dtype) -> Inputs:
+        E, O, I, S = self.E, self.O, self.I, self.tokens * self.k
+        expert = torch.randint(E, (S,), device=device).sort().values
+        places = torch.arange(E, device=device)
+        given = {"x": normal(device, dtype, S, I)}
+        given["ends"] = torch.searchsorted(expert, places, right=True, out_int32=True)
+        if not self.packed:
+            return given | {"w": I**-0.5 * normal(device, dtype, E, O, I)}
+        codes = {"low": 0, "high": 256, "dtype": torch.uint8, "device": device}
+        given["w"] = torch.randint(size=(E, O, I // 2), **codes)
+        given["scale"] = torch.randint(size=(E, O, I // 32), **codes | {"low": 118, "high": 124})
+        return given
+
+    def ours(self, given: Inputs) -> Tensor:
+        from evolve_kernels.moe import grouped_product
+
+        return grouped_product(**given)
+
+    def reference(self, given: Inputs) -> Tensor:
+        from evolve.moe import expert_products
+        from evolve.mxfp4 import PackedStack
+
+        x, w = given["x"], given["w"]
+        w = PackedStack(w, given["scale"], x.dtype) if self.packed else w
+        return expert_products(x, w, given["ends"], backend="torch")
+
+    def peers(self, given: Inputs) -> dict[str, Callable[[], Tensor]]:
+        if self.packed:
+            return {}
+        return {"grouped_mm": lambda: F.grouped_mm(given["x"], given["w"].mT, offs=given["ends"])}
+
+
 OPERATIONS: dict[str, Operation] = {
     "attention, GPT-2": AttentionCase(H=12, K=64, V=64, T=1024, S=1024, B=8, backward=True),
     "MLA prefill, K3": AttentionCase(H=96, K=192, V=128, T=8192, S=8192, backward=True),
     "MLA decode, K3": MlaDecodeCase(H=96, R=512, Kr=64, S=131072),
+    "experts, Kimi Linear": ExpertsCase(E=256, k=8, O=2048, I=2304, tokens=8192, backward=True),
+    "MXFP4 experts, K3": ExpertsCase(E=896, k=16, O=6144, I=3584, tokens=8192, packed=True),
+    "MXFP4 experts, K3, one token": ExpertsCase(E=896, k=16, O=6144, I=3584, tokens=1, packed=True),
 }

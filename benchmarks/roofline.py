@@ -2,7 +2,8 @@
 
 Bytes: every tensor that a launch is given, once; a kernel takes no tensor that it does not use, and what it
 reads twice it finds in the L2 cache. FLOPs: 2·M·N·K of every ``tl.dot``, as the kernels' loops have them, on
-padded tiles. Tests count both again while the interpreter runs the kernels.
+padded tiles. Matrices of experts without rows are not read. Tests count both again while the interpreter runs
+the kernels.
 """
 
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from benchmarks.layer_costs import LAYER_FLOPS, LAYER_TARGET
-from benchmarks.operation_costs import OPERATION_FLOPS, OPERATION_TARGET
+from benchmarks.operation_costs import OPERATION_FLOPS, OPERATION_TARGET, UNREAD_BYTES
 from evolve_kernels.launch import Launch
 
 # What a measurement has to show of the bound: kernels that only stream get close, the walk waits for itself.
@@ -132,6 +133,8 @@ def cost(launch: Launch) -> Cost:
     moved = sum(x.numel() * x.element_size() for x in tensors.values())
     if launch.name in LAYER_FLOPS:
         return Cost(moved, LAYER_FLOPS[launch.name](a), products_of(a), TARGET[launch.name])
+    if launch.name in UNREAD_BYTES:
+        moved -= UNREAD_BYTES[launch.name](a)
     if launch.name in OPERATION_FLOPS:
         return Cost(moved, OPERATION_FLOPS[launch.name](a), products_of(a), TARGET[launch.name])
     # the number of chunks, or of rows in a decode step, is the first axis of what every rule stores per chunk

@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 
 from benchmarks.kernel_cases import Case, call
 from benchmarks.layer_cases import LAYERS
-from benchmarks.operation_cases import AttentionCase, MlaDecodeCase
+from benchmarks.operation_cases import AttentionCase, ExpertsCase, MlaDecodeCase
 from benchmarks.roofline import cost
 from triton.runtime.interpreter import InterpreterBuilder
 
@@ -40,6 +40,9 @@ OPERATIONS |= {
                   "query_gradient_kernel", "key_gradients_kernel"]),
     "MLA decode": (MlaDecodeCase(H=3, R=32, Kr=16, S=150, T=2, B=2), ["mla_part_kernel",
                    "mla_combine_kernel"]),
+    "experts": (ExpertsCase(E=7, k=2, O=20, I=70, tokens=11, backward=True), ["grouped_product_kernel",
+                "grouped_product_kernel", "weight_gradient_kernel"]),
+    "MXFP4 experts": (ExpertsCase(E=9, k=1, O=20, I=96, tokens=5, packed=True), ["grouped_product_kernel"]),
 }  # fmt: skip
 
 
@@ -76,7 +79,7 @@ class Counter:
         self.touched.update(dict.fromkeys(np.unique(addresses).tolist(), size))
 
 
-MODULES = ("chunk_rule", "kda_decode", "full_attention", "full_attention_backward", "mla_decode")
+MODULES = ("chunk_rule", "kda_decode", "full_attention", "full_attention_backward", "mla_decode", "moe")
 MODULES += ("attention_residuals", "attention_residuals_add", "situ_glu", "short_conv")
 
 

@@ -18,7 +18,7 @@ import torch
 
 pytest.importorskip("triton")
 
-SUITES = ("rules", "decode", "depth", "elementwise", "attention", "mla")
+SUITES = ("rules", "decode", "depth", "elementwise", "attention", "mla", "moe")
 FRESH = ("evolve_kernels", *(f"tests.kernels.test_interpreted_{suite}" for suite in SUITES))
 
 
@@ -83,6 +83,16 @@ def attention(launches: dict) -> None:
 def mla(launches: dict) -> None:
     suite = importlib.import_module("tests.kernels.test_interpreted_mla")
     suite.compare(B=2, T=2, H=3, R=20, KR=12, S=70, splits=2, mask="holes", launches=launches)
+
+
+def experts(launches: dict) -> None:
+    suite = importlib.import_module("tests.kernels.test_interpreted_moe")
+    suite.compare([3, 0, 35], O=70, I=20, launches=launches)
+
+
+def packed(launches: dict) -> None:
+    suite = importlib.import_module("tests.kernels.test_interpreted_moe")
+    suite.compare_packed([3, 0, 18], O=20, I=96, launches=launches)
 
 
 KDA, GROUPED = rule("KDA"), rule("KDA", H=2, HV=4, gate="-1.5")
@@ -198,9 +208,22 @@ FAULTS = [
     Fault("every row is the last token's", "mla_decode", "(i * BM + r) // H + (S - T)", "r * 0 + S", mla),
     Fault("splits weigh the same", "mla_decode", "tl.exp(tl.load(lse + row * splits + part) - m)",
           "tl.exp(0 * tl.load(lse + row * splits + part))", mla),
+    Fault("every row meets the first matrix", "moe", "return load_tile(w, expert * O,",
+          "return load_tile(w, 0 * expert,", experts),
+    Fault("the walk ends a tile of columns early", "moe", "tl.where(count > 0, K, 0)",
+          "tl.where(count > 0, K - BK, 0)", experts),
+    Fault("rows of all experts before learn too", "moe", "tl.load(ends + expert - 1, mask",
+          "0 * tl.load(ends + expert - 1, mask", experts),
+    Fault("a tile begins with its neighbour's rows", "moe", "- starts + (BM - 1)) // BM",
+          "- starts) // BM", experts),
+    Fault("halves of a byte swapped", "mxfp4", "interleave(codes & 15, codes >> 4)",
+          "interleave(codes >> 4, codes & 15)", packed),
+    Fault("the largest codes too small", "mxfp4", "2.0 * m - 8.0", "m - 2.0", packed),
+    Fault("one scale for two blocks", "mxfp4", "start // 32 + tl.arange(0, SIZE // 32)",
+          "start // 32 + tl.arange(0, SIZE // 32) // 2", packed),
     Fault("gradient of keys not scaled", "full_attention_backward", "scale * dk_rows", "dk_rows", attention),
 ]  # fmt: skip
-SENTINELS = [KDA, GROUPED, BOUNDED, GATED, DELTA, decode, depth, situ, conv, attention, mla]
+SENTINELS = [KDA, GROUPED, BOUNDED, GATED, DELTA, decode, depth, situ, conv, attention, mla, experts, packed]
 
 
 @pytest.mark.parametrize("sentinel", SENTINELS)
