@@ -13,6 +13,8 @@ from evolve.deltanet import DeltaNet
 from evolve.gated_deltanet import GatedDeltaNet
 from evolve.k3 import K3, K3Config
 from evolve.kda import KimiDeltaAttention
+from evolve.mla import MultiHeadLatentAttention
+from evolve.moe import Experts
 from evolve.short_conv import ShortConvolution
 from evolve.situ import SituGLU
 
@@ -27,12 +29,12 @@ SIZES |= {
     "v_head_dim": 8,
 }
 IDS = torch.tensor([[3, 1, 4, 1, 5], [6, 5, 3, 5, 8]])
-DECODES = {"kda_decode_kernel", "depth_read_kernel", "situ_glu_kernel"}
-PREFILLS = {"chunk_prepare_kernel", "chunk_walk_kernel", "short_conv_kernel"} | DECODES - {
-    "kda_decode_kernel"
-}
+BOTH = {"depth_read_kernel", "situ_glu_kernel", "grouped_product_kernel"}
+DECODES = {"kda_decode_kernel", "mla_part_kernel", "mla_combine_kernel"} | BOTH
+PREFILLS = {"chunk_prepare_kernel", "chunk_walk_kernel", "short_conv_kernel", "attention_kernel"} | BOTH
 LEARNS = {"chunk_walk_backward_kernel", "state_gradients_kernel", "chunk_prepare_backward_kernel"}
 LEARNS |= {"depth_read_backward_kernel", "site_gradients_kernel", "depth_add_backward_kernel"}
+LEARNS |= {"query_gradient_kernel", "key_gradients_kernel", "weight_gradient_kernel"}
 LEARNS |= {"situ_glu_backward_kernel", "short_conv_backward_kernel", "depth_add_kernel"} | PREFILLS
 
 
@@ -108,7 +110,7 @@ def test_a_backend_reaches_every_part_and_nothing_else() -> None:
     net = model(None)
     parts = modules_with_backend(net)
     kinds = {type(part) for part in parts.values()}
-    assert kinds >= {K3, KimiDeltaAttention, ShortConvolution, SituGLU}
+    assert kinds >= {K3, KimiDeltaAttention, MultiHeadLatentAttention, ShortConvolution, SituGLU, Experts}
     assert all(part.backend is None for part in parts.values())
     assert set_backend(net, "triton") is net
     assert {part.backend for part in parts.values()} == {"triton"}
@@ -124,14 +126,15 @@ def test_a_backend_reaches_every_part_and_nothing_else() -> None:
 
 @torch.no_grad()
 def test_loaded_and_streamed_models_take_the_kernels(tmp_path, launches) -> None:
-    """A backend is set after loading, and reaches experts that stay packed or in their file."""
+    """A backend is set after loading; streamed experts are read, and multiplied, one by one in PyTorch."""
     net, ids = model("torch", two_phase=False), IDS[:1, :2]
     net.save_pretrained(tmp_path)
-    for load in (K3.from_pretrained, K3.streamed):
+    streamed = PREFILLS - {"grouped_product_kernel"}
+    for load, wanted in ((K3.from_pretrained, PREFILLS), (K3.streamed, streamed)):
         launches.clear()
         kernels, torch_path = (set_backend(load(tmp_path), backend)(ids) for backend in ("triton", "torch"))
         same(kernels, torch_path)
-        assert set(launches) >= PREFILLS
+        assert set(launches) >= wanted
 
 
 def test_layers_take_a_backend_as_a_whole(launches) -> None:
