@@ -24,10 +24,10 @@ RESULTS = Path(evolve.lab.__file__).parent / "results" / "together.json"
 WEIGHTS = RESULTS.with_name("k3_together")
 TEXT = RESULTS.with_name("k3_text.json")
 COMMAND = "python -m benchmarks.together"
-SEEDS, TUNING_SEED = (0, 1, 2), 9
+SEEDS, TUNING_SEED = (3, 4, 5), 9  # 0 to 2 were looked at while the sizes were chosen
 STEPS, EVAL_EVERY = 800, 50
-PEAKS = (1e-2, 5e-3, 2e-2)
-BEST = 1e-2
+PEAKS = (5e-3, 2.5e-3, 1e-2, 2e-2)
+BEST = 5e-3
 
 
 def plans() -> Iterator[TogetherRun]:
@@ -46,7 +46,7 @@ def schedule(peak: float) -> TrainingConfig:
 def measured(plan: TogetherRun) -> TogetherRun:
     torch.set_num_threads(1)
     run, net = plan.measured()
-    if (plan.purpose, plan.variant, plan.seed) == ("compared", "whole", 0):
+    if (plan.purpose, plan.variant, plan.seed) == ("compared", "whole", SEEDS[0]):
         net.save_pretrained(WEIGHTS)
     return run
 

@@ -4,21 +4,25 @@ import itertools
 
 import pytest
 import torch
+from benchmarks import together as benchmark
 
 from evolve.kda import KimiDeltaAttention
-from evolve.lab import accounting
+from evolve.lab import accounting, stored
 from evolve.lab.tasks import IGNORE
 from evolve.lab.together import (
     EXAM,
     SKILLS,
     VARIANTS,
     Together,
+    load_runs,
     loads,
     planned,
     scores,
+    text_run,
+    trained,
     variant_model,
 )
-from evolve.lab.training import TrainingConfig
+from evolve.lab.training import Run, TrainingConfig
 from evolve.mla import MultiHeadLatentAttention
 
 TASK = Together(batch_size=16)
@@ -61,7 +65,7 @@ def test_batches_depend_on_seed_and_number_alone():
     assert all(row.sort().values.tolist() == list(range(16)) for row in TASK.table)
     lengths = {TASK(n).input_ids.shape[1] for n in range(200)}
     drills = {2 * n + 1 for n in (1, 2, 4, 8)} | {4 * n for n in (1, 2, 4)}
-    whole = {2 * n + 9 + 16 * scopes for n in (1, 2, 4, 8) for scopes in (1, 2, 3, 4)}
+    whole = {2 * n + 9 + 16 * scopes for n in (1, 2, 4, 8) for scopes in (1, 2, 3)}
     assert lengths <= drills | whole
     assert drills <= lengths
 
@@ -70,7 +74,7 @@ def test_the_exam_asks_for_every_skill_and_void_only_for_what_was_written():
     batch, skills = TASK.exam(5)
     asked = (batch.targets != IGNORE).all(0)
     counts = [int((skills == i).sum()) for i in range(len(SKILLS))]
-    assert counts == [8, 8, 4, 3, 4]
+    assert counts == [8, 6, 3, 2, 3]
     assert int(asked.sum()) == sum(counts) + 1  # the first scope's question for a local that nobody wrote
     void = skills == SKILLS.index("void")
     assert (batch.targets[:, void] == TASK.starts["VOID"]).all()
@@ -80,7 +84,7 @@ def test_scores_are_shares_of_right_answers():
     class Reader(torch.nn.Module):
         def forward(self, ids):
             right = torch.tensor([answer_by_reading(TASK, row) for row in ids.tolist()]).clamp(min=0)
-            right[0, -1] = (right[0, -1] + 1) % 16  # one symbol of one code wrong
+            right[0, -1] = (right[0, -1] + 1) % 16  # one symbol of one code in every batch wrong
             return torch.nn.functional.one_hot(right, TASK.vocab_size).float()
 
     found = scores(Reader(), TASK)
@@ -128,3 +132,40 @@ def test_only_the_balanced_runs_move_the_routers_bias():
 def test_sizes_that_cannot_be_met_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         Together(**changes)
+
+
+# ------------------------------------------------------------------------------------- stored runs
+
+RUNS = load_runs()
+
+
+def test_the_file_holds_what_the_command_makes():
+    assert stored.command("together") == benchmark.COMMAND
+    plans = list(benchmark.plans())
+    assert [(r.purpose, r.variant, r.seed, r.task, r.run.config) for r in RUNS] == [
+        (p.purpose, p.variant, p.seed, p.task, p.run.config) for p in plans
+    ]
+
+
+def test_the_rate_is_the_best_that_was_tried():
+    tried = [r for r in RUNS if r.purpose == "tried" and r.variant == "whole"]
+    best = min(tried, key=lambda r: sum(r.run.loss[-25:]))
+    assert best.run.config.peak == benchmark.BEST
+
+
+@pytest.mark.parametrize("run", [r for r in RUNS if r.seed == benchmark.SEEDS[0]], ids=lambda r: r.variant)
+def test_the_first_steps_of_a_stored_run_come_out_again(run):
+    assert len(run.run.loss) == run.run.config.steps
+    assert run.repeat(3)[1].loss == pytest.approx(run.run.loss[:3], rel=1e-3)
+
+
+def test_the_stored_weights_score_as_the_stored_run_did():
+    run = next(r for r in RUNS if (r.purpose, r.variant, r.seed) == ("compared", "whole", benchmark.SEEDS[0]))
+    found, expected = scores(trained(), run.task), run.run.validation[-1]
+    assert found == pytest.approx({skill: expected[skill] for skill in SKILLS}, abs=0.05)
+
+
+def test_the_first_steps_on_text_come_out_again():
+    run = Run.load(benchmark.TEXT)
+    assert text_run(3)[1].loss == pytest.approx(run.loss[:3], rel=1e-3)
+    assert run.curve("code")[-1] < 2.6

@@ -38,7 +38,7 @@ def orthogonalized(M: Tensor) -> Tensor:
 
 
 def blocks_of(module: nn.Module) -> dict[str, int]:
-    """Rows of a block of each parameter of ``module`` that holds several matrices, by the parameter's name."""
+    """Rows of a block of each parameter of ``module`` that holds several matrices, by its name."""
     if isinstance(module, Experts):  # the gate's rows, and those that it gates
         return {"gate_up_proj": module.down_proj.shape[-1]}
     if isinstance(module, MultiHeadLatentAttention):

@@ -44,7 +44,7 @@ from evolve.lab.text import TextBatches, standard_library
 from evolve.lab.training import Run, TrainingConfig, train
 
 SKILLS = ("code", "facts", "locals", "void", "table")
-EXAM = 1_000_000  # the batch that models are examined on: far outside the training stream
+EXAM, EXAMS = 1_000_000, 4  # the first batch that models are examined on, far outside training; how many
 
 
 @dataclass(frozen=True)
@@ -211,12 +211,15 @@ def _batch(columns: list[tuple]) -> Batch:
 
 @torch.no_grad()
 def scores(model: nn.Module, task: Together, n: int = EXAM) -> dict[str, float]:
-    """Share of right answers by skill on ``task.exam(n)``; of ``code``, the share of whole codes."""
-    batch, skills = task.exam(n)
-    right = model(batch.input_ids).argmax(-1) == batch.targets  # [B, T]
+    """Share of right answers by skill on ``EXAMS`` batches of ``task.exam`` from ``n`` on.
+
+    Of ``code``, the share of whole codes.
+    """
+    batches, skills = zip(*(task.exam(n + i) for i in range(EXAMS)))
+    right = torch.cat([model(b.input_ids).argmax(-1) == b.targets for b in batches])  # [EXAMS B, T]
     found = {}
     for i, skill in enumerate(SKILLS):
-        asked = right[:, skills == i]
+        asked = right[:, skills[0] == i]
         require(asked.shape[1] > 0, f"the exam must ask for {skill}: it needs at least two scopes")
         found[skill] = (asked.all(1) if skill == "code" else asked).double().mean().item()
     return found
@@ -224,8 +227,8 @@ def scores(model: nn.Module, task: Together, n: int = EXAM) -> dict[str, float]:
 
 # ------------------------------------------------------------------------------- with a part missing
 
-#: A K3 for this task, but for its vocabulary: one head with a state of 16 x 16 in each KDA layer, which cannot
-#: hold a code and all facts, and networks too narrow to keep the table without routed experts.
+#: A K3 for this task, but for its vocabulary: one head with a state of 16 × 16 in each KDA layer, too little
+#: for a code and all facts, and networks too narrow to keep the table without routed experts.
 MODEL = {
     "num_hidden_layers": 4, "linear_num_heads": 1, "kv_lora_rank": 32, "attn_res_block_size": 1,
     "intermediate_size": 64, "moe_intermediate_size": 24, "initializer_range": 0.1,
@@ -392,7 +395,7 @@ def planned(purpose: str, variant: str, seed: int, config: TrainingConfig, **tas
 
 
 def trained() -> K3:
-    """The whole model of seed 0 after training, from ``results/k3_together``, a folder as K3 writes it."""
+    """The whole model of the first stored seed, trained, from the folder ``results/k3_together``."""
     with as_file(files("evolve.lab") / "results" / "k3_together") as folder:
         return K3.from_pretrained(folder).eval()
 
