@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.kernel_cases import CASES, Case, call, decode_inputs, rule_inputs
+from benchmarks.operation_cases import Operation
 
 RESULT = Path(__file__).parent / "results" / "gpu.json"
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # ‖difference‖ / ‖reference‖
@@ -115,13 +116,36 @@ def decode_differences(case: Case, device: str, dtype: torch.dtype) -> dict[str,
     return {name: relative(*pair) for name, pair in pairs.items()}
 
 
+def operation_differences(case: Operation, device: str, dtype: torch.dtype) -> dict[str, float]:
+    """The output and, where asked for, the gradient of every floating-point input."""
+    case = case.checked()
+    ours = case.inputs(device, dtype)
+    floats = [n for n, x in ours.items() if x.is_floating_point()]
+    exact = {n: x.double() if n in floats else x for n, x in ours.items()}
+    leaves, wants = ([given[n].requires_grad_(case.backward) for n in floats] for given in (ours, exact))
+    o, o_exact = case.ours(ours), case.reference(exact)
+    pairs = {"o": (o, o_exact)}
+    if case.backward:
+        w = torch.randn_like(o)
+        grads = zip(torch.autograd.grad(o, leaves, w), torch.autograd.grad(o_exact, wants, w.double()))
+        pairs |= {f"d{name}": pair for name, pair in zip(floats, grads)}
+    return {name: relative(*pair) for name, pair in pairs.items()}
+
+
+def errors_of(case: Case | Operation, device: str, dtype: torch.dtype) -> dict[str, float]:
+    """By name, the relative errors of whatever the case computes."""
+    if isinstance(case, Operation):
+        return operation_differences(case, device, dtype)
+    return (decode_differences if case.decode else differences)(case, device, dtype)
+
+
 def check(device: str) -> dict[str, dict[str, float]]:
     """Every case in both precisions. Raises: AssertionError that names what is wrong."""
     found = {}
     for name, case in CASES.items():
         for dtype, tolerance in TOLERANCE.items():
             torch.manual_seed(0)
-            errors = (decode_differences if case.decode else differences)(case, device, dtype)
+            errors = errors_of(case, device, dtype)
             found[f"{name}, {str(dtype).removeprefix('torch.')}"] = errors
             wrong = {n: f"{e:.1e}" for n, e in errors.items() if not e <= tolerance}
             print(f"{name}, {dtype}: largest difference {max(errors.values()):.1e}", flush=True)
@@ -136,7 +160,7 @@ def median_us(run: Callable[[], Any]) -> float:
     return 1e3 * do_bench(run, warmup=20, rep=80, return_mode="median")
 
 
-def time_launches(case: Case) -> list[dict[str, Any]]:
+def time_launches(case: Case | Operation) -> list[dict[str, Any]]:
     """Every launch of a call alone, and the part of its bound that it reaches."""
     from benchmarks.roofline import cost
     from evolve_kernels.launch import recorded
@@ -154,8 +178,12 @@ def time_launches(case: Case) -> list[dict[str, Any]]:
     return rows
 
 
-def peers(case: Case) -> dict[str, Callable[[], Any]]:
+def peers(case: Case | Operation) -> dict[str, Callable[[], Any]]:
     """Calls that do the same, or in SDPA's case the same job, by others; backward too, where asked for."""
+    if isinstance(case, Operation):
+        given = case.inputs("cuda", torch.bfloat16)
+        forms = case.peers(given) | {"evolve torch": lambda: case.reference(given)}
+        return {name: case.run(form, given) for name, form in forms.items()}
     given = {n: x for n, x in rule_inputs(case, "cuda").items() if x is not None}
     if case.decode:
         return fla_decode(case, given)
@@ -196,7 +224,7 @@ def fla_decode(case: Case, given: dict[str, Tensor]) -> dict[str, Callable[[], A
     return {"fla fused_recurrent_kda (recurrence only)": run}
 
 
-def time_case(case: Case, started: float) -> dict[str, Any]:
+def time_case(case: Case | Operation, started: float) -> dict[str, Any]:
     """One case: ours whole, ours launch by launch, then the peers while there is time."""
     result: dict[str, Any] = {
         "us": median_us(call(case, "cuda")),

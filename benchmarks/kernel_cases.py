@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.layer_cases import LAYERS
+from benchmarks.operation_cases import OPERATIONS, Operation
 from evolve_kernels.chunk_rule import chunk_rule
 from evolve_kernels.kda_decode import kda_decode
 from evolve_kernels.launch import Launch, recorded
@@ -29,14 +31,15 @@ class Case:
     decode: bool = False
 
 
-CASES = {
+CASES: dict[str, Case | Operation] = {
     "KDA, K3": Case(lower_bound=-5.0),
     "decode, K3": Case(lower_bound=-5.0, T=1, decode=True),
     "KDA, Kimi Linear": Case(H=32, HV=32, backward=False),
     "gated delta rule, Qwen3-Next": Case("head", H=16, HV=32),
     "delta rule": Case("none", H=16, HV=16, backward=False),
     "linear attention": Case("none", erase=False, H=16, HV=16, backward=False),
-}
+} | OPERATIONS
+CASES |= LAYERS
 
 
 def rule_inputs(case: Case, device: str, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor | None]:
@@ -80,8 +83,10 @@ def decode_inputs(case: Case, device: str, dtype: torch.dtype = torch.bfloat16, 
     }
 
 
-def call(case: Case, device: str, dtype: torch.dtype = torch.bfloat16) -> Callable[[], Any]:
+def call(case: Case | Operation, device: str, dtype: torch.dtype = torch.bfloat16) -> Callable[[], Any]:
     """A function that makes the case's call, forward and, where it has one, backward."""
+    if isinstance(case, Operation):
+        return case.call(device, dtype)
     if case.decode:
         given = decode_inputs(case, device, dtype)
         return lambda: kda_decode(**given)

@@ -32,10 +32,11 @@ TARGETS = {
     "sm_80": (GPUTarget("cuda", 80, 32), 166_912),
     "sm_90": (GPUTarget("cuda", 90, 32), 232_448),
     "sm_100": (GPUTarget("cuda", 100, 32), 232_448),
+    "sm_120": (GPUTarget("cuda", 120, 32), 101_376),
     "gfx942": (GPUTarget("hip", "gfx942", 64), 65_536),
 }  # and the shared memory that one program may take there
 TYPES = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16",
-         torch.int64: "*i64", torch.int32: "*i32"}  # fmt: skip
+         torch.int64: "*i64", torch.int32: "*i32", torch.uint8: "*u8"}  # fmt: skip
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
@@ -93,7 +94,7 @@ def compile_launch(launch: Launch, target: str) -> Compiled:
 def resources(ptx: str, target: str) -> tuple[int, int]:
     """Registers a thread and bytes spilled (stores and loads), as ``ptxas -v`` reports them."""
     arch = re.search(r"\.target (\w+)", ptx)[1]
-    tool = TOOLS / ("ptxas-blackwell" if target == "sm_100" else "ptxas")
+    tool = TOOLS / ("ptxas-blackwell" if target in ("sm_100", "sm_120") else "ptxas")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "kernel.ptx")
         path.write_text(ptx)
@@ -157,7 +158,8 @@ HEAD = """# The kernels, compiled
 
 Written by `python -m benchmarks.kernels` ({versions}); nothing here is measured. Registers, spills and shared
 memory are the compiler's for sm_90. The bound is the time in which an H200 could move every tensor of the
-launch once ({bandwidth:.1f} TB/s) or do its products ({tf32:.0f} TFLOP/s in TF32), whichever is longer; "to
+launch once ({bandwidth:.1f} TB/s) or do its products ({tf32:.0f} TFLOP/s in TF32, which the memory rules
+use, {bf16:.0f} in bfloat16, which attention and experts use), whichever is longer; "to
 reach of it" is what a measurement has to show. B = 1 row of {tokens} tokens, bfloat16; one token for the
 decode step.
 
@@ -177,7 +179,7 @@ def main() -> None:
     stored = {"command": "python -m benchmarks.kernels", "versions": versions, "target": "sm_90"}
     (RESULTS / "kernels.json").write_text(json.dumps(stored | {"rows": found}, indent=1) + "\n")
     said = ", ".join(f"{name} {version}" for name, version in versions.items())
-    rates = {"bandwidth": Cost.BANDWIDTH / 1e12, "tf32": Cost.TF32 / 1e12}
+    rates = {"bandwidth": Cost.BANDWIDTH / 1e12, "tf32": Cost.TF32 / 1e12, "bf16": Cost.BF16 / 1e12}
     head = HEAD.format(versions=said, tokens=CASES["KDA, K3"].T, **rates)
     (RESULTS / "kernels.md").write_text(head + table(found))
     print(table(found))

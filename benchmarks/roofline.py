@@ -2,7 +2,8 @@
 
 Bytes: every tensor that a launch is given, once; a kernel takes no tensor that it does not use, and what it
 reads twice it finds in the L2 cache. FLOPs: 2·M·N·K of every ``tl.dot``, as the kernels' loops have them, on
-padded tiles. Tests count both again while the interpreter runs the kernels.
+padded tiles. Matrices of experts without rows are not read. Tests count both again while the interpreter runs
+the kernels.
 """
 
 from collections.abc import Callable
@@ -11,6 +12,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from benchmarks.layer_costs import LAYER_FLOPS, LAYER_TARGET
+from benchmarks.operation_costs import OPERATION_FLOPS, OPERATION_TARGET, UNREAD_BYTES
 from evolve_kernels.launch import Launch
 
 # What a measurement has to show of the bound: kernels that only stream get close, the walk waits for itself.
@@ -21,12 +24,13 @@ TARGET = {
     "chunk_walk_backward_kernel": 0.4,
     "state_gradients_kernel": 0.6,
     "chunk_prepare_backward_kernel": 0.3,
-}
+} | OPERATION_TARGET
+TARGET |= LAYER_TARGET
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Bytes and FLOPs of one launch, and how many TF32 products stand for one of them."""
+    """Bytes and FLOPs of one launch, and how many TF32 products take as long as one of them."""
 
     BANDWIDTH: ClassVar[float] = 4.8e12  # bytes/s, HBM3e of an H200
     TF32: ClassVar[float] = 495e12  # FLOP/s, dense
@@ -34,7 +38,7 @@ class Cost:
 
     bytes: int
     flops: int
-    products: int
+    products: float  # 3 where three stand for one; half a one, nearly, on bfloat16 tiles
     target: float
 
     @property
@@ -115,13 +119,25 @@ FLOPS: dict[str, Callable[[dict[str, Any], int], int]] = {
 }
 
 
+def products_of(a: dict[str, Any]) -> float:
+    """How many TF32 products take as long as one of the launch's."""
+    if getattr(a.get("OPERAND"), "primitive_bitwidth", 32) == 16:
+        return Cost.TF32 / Cost.BF16
+    return 3 if a.get("PRECISION") == "tf32x3" else 1
+
+
 def cost(launch: Launch) -> Cost:
     """Bytes and FLOPs of a recorded launch."""
     a = launch.arguments
     tensors = {name: x for name, x in a.items() if isinstance(x, Tensor)}
     moved = sum(x.numel() * x.element_size() for x in tensors.values())
+    if launch.name in LAYER_FLOPS:
+        return Cost(moved, LAYER_FLOPS[launch.name](a), products_of(a), TARGET[launch.name])
+    if launch.name in UNREAD_BYTES:
+        moved -= UNREAD_BYTES[launch.name](a)
+    if launch.name in OPERATION_FLOPS:
+        return Cost(moved, OPERATION_FLOPS[launch.name](a), products_of(a), TARGET[launch.name])
     # the number of chunks, or of rows in a decode step, is the first axis of what every rule stores per chunk
     per_chunk = next((tensors[n] for n in ("a_q", "states", "inverse", "state") if n in tensors), None)
     units = len(per_chunk) if per_chunk is not None else len(tensors["chunk_rows"])
-    products = 3 if a.get("PRECISION") == "tf32x3" else 1
-    return Cost(moved, FLOPS[launch.name](a, units), products, TARGET[launch.name])
+    return Cost(moved, FLOPS[launch.name](a, units), products_of(a), TARGET[launch.name])

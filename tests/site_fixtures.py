@@ -75,8 +75,9 @@ def site_address(site):
         server.shutdown()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def site_browser():
+    """One browser for a module: Playwright's event loop is open as long, and no other can be started then."""
     if CHROMIUM is None:
         pytest.skip("no chromium on this machine")
     sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")

@@ -1,24 +1,19 @@
 """The player in a real browser: keys, slider, speed, reduced motion, two of a kind, no script, axe.
 
-Needs Playwright and Debian's Chromium (``CHROMIUM`` names another one). axe runs where ``AXE`` is the path of
-axe-core's ``axe.min.js``. ``SHOTS`` may name a folder for screenshots to look at.
+Browser and axe are those of ``tests.site_fixtures``. ``SHOTS`` may name a folder for screenshots to look at.
 """
 
 import io
 import os
-import shutil
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
 from evolve.lab.player import Player
+from tests.site_fixtures import axe_script
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
-AXE = os.environ.get("AXE", "")
 SHOTS = os.environ.get("SHOTS", "")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")
 
 PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Players</title>
 <meta name="viewport" content="width=device-width"><style>
@@ -39,23 +34,13 @@ def make(**settings):
     return Player(frames, **(words | settings))
 
 
-@pytest.fixture(scope="module")
-def browser():
-    with sync_api.sync_playwright() as playwright:
-        launched = playwright.chromium.launch(
-            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-background-networking"]
-        )
-        yield launched
-        launched.close()
-
-
 @pytest.fixture
-def open_page(browser):
+def open_page(site_browser):
     """Open players on one page; afterwards: no console message, no error, no request beyond data."""
     contexts, trouble = [], []
 
     def opened(*players, width=900, **context):
-        contexts.append(browser.new_context(viewport={"width": width, "height": 800}, **context))
+        contexts.append(site_browser.new_context(viewport={"width": width, "height": 800}, **context))
         page = contexts[-1].new_page()
         page.on("console", lambda m: trouble.append(m.text))
         page.on("pageerror", lambda e: trouble.append(str(e)))
@@ -213,10 +198,8 @@ def test_fits_the_page(open_page, width):
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_axe_finds_nothing(open_page, scheme):
-    if not Path(AXE).is_file():
-        pytest.skip("AXE does not name axe.min.js")
     page = open_page(make(), make(), color_scheme=scheme)
-    page.add_script_tag(content=Path(AXE).read_text("utf-8"))
+    page.evaluate(axe_script())
     button(page, "toggle").focus()
     tags = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]
     found = page.evaluate("tags => axe.run({ runOnly: tags })", tags)

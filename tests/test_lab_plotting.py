@@ -149,6 +149,18 @@ def test_sequential_map_is_even_and_darkens_all_the_way():
     assert lab[0, 0] - lab[-1, 0] > 0.65  # uses the whole range of lightness
 
 
+def test_dark_diverging_map_begins_at_the_dark_panel_and_brightens_to_both_ends():
+    colours = palette.diverging_dark()
+    lightness = palette.to_oklab(colours)[:, 0]
+    assert palette.format_hex(colours[127]) == palette.PANEL_DARK
+    assert (np.diff(lightness[127:]) > 0).all()
+    assert (np.diff(lightness[:128]) < 0).all()
+    assert abs(lightness[0] - lightness[-1]) < 0.05
+    blue, red = colours[30], colours[224]
+    assert blue[2] > blue[0] + 0.2
+    assert red[0] > red[2] + 0.2
+
+
 def test_diverging_map_is_even_symmetric_and_neutral_at_zero():
     lab = palette.to_oklab(palette.diverging())
     steps = np.linalg.norm(np.diff(lab, axis=0), axis=1)

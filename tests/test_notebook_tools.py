@@ -273,6 +273,41 @@ def test_check_finds_each_planted_defect(tmp_path, defect):
     assert [f for f in rules.findings(path) if expected in f], rules.findings(path)
 
 
+def drawing(code: str, *outputs) -> nbformat.NotebookNode:
+    shown = outputs or (new_output("display_data", {"image/png": "AAAA"}),)
+    return new_code_cell(code, outputs=[*shown], metadata={"mystnb": {"image": {"alt": "a line that rises"}}})
+
+
+DRAWS = {
+    "fig, ax = plotting.figure('Title')\nax.plot(x)\nfig": True,
+    "# why\nplotting.animate(draw, 3)": True,
+    "def draw(fig, i):\n    pass\n\n\nplotting.animate(draw, 3)": True,
+    "x = model(y)\nfig, ax = plotting.figure('Title')": False,
+    "import torch\n\nplotting.ladder(lit=1)": False,
+    "%matplotlib inline\nplotting.figure('Title')": False,
+    "def draw(fig, i):\n    pass": False,
+}
+
+
+@pytest.mark.parametrize("code", DRAWS)
+def test_a_cell_that_only_draws_is_folded(code):
+    nb = good()
+    nb.cells.append(drawing(code))
+    assert rules.only_draws(nb.cells[-1]) == DRAWS[code]
+    missing = [f for f in rules.figure_findings(nb.cells[-1]) if "needs the tag hide-input" in f]
+    assert len(missing) == DRAWS[code]
+    for _ in range(2):  # the second time changes nothing
+        rules.normalise(nb)
+        assert nb.cells[-1].metadata.get("tags", []) == ["hide-input"] * DRAWS[code]
+    assert rules.figure_findings(nb.cells[-1]) == []
+
+
+def test_a_cell_that_prints_is_not_folded():
+    printed = new_output("stream", text="0.787\n")
+    assert not rules.only_draws(drawing("plotting.figure('Title')", printed))
+    assert not rules.only_draws(new_code_cell("plotting.figure('Title')"))
+
+
 def test_base64_is_not_taken_for_a_path(tmp_path):
     nb = good()
     data("text/html", '<img alt="x" src="data:image/png;base64,AAAA/tmp/AAAA/home/AAAA=">')(nb)

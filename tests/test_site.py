@@ -10,7 +10,7 @@ import yaml
 from PIL import Image
 
 from evolve.lab import scoreboard
-from site_pages import api, bibliography, cards, extension, formulas, home, measurements, settings
+from site_pages import api, bibliography, cards, extension, formulas, home, measurements, settings, tables
 from site_pages.series import series
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -87,8 +87,27 @@ def test_home_links_every_notebook_and_shows_every_row():
         assert f'href="notebooks/{notebook.stem}.html"' in start
     assert ladder.count("<li") == 9
     assert home.ladder(NOTEBOOKS[:3]).count("(coming)") == 6
-    assert board.count("\n| ") == len(scoreboard.load())
+    assert board.count("\n| ") == 1 + len(scoreboard.load())
+    assert board.index("**retention** (share)") < board.index("| retention (share) |")  # the legend is first
     assert "524,288" in board
+
+
+def test_a_ninth_notebook_is_taken_up(tmp_path):
+    """Home, sidebar and cards follow the folder; README, which is read without the site, is held to it."""
+    text = json.loads((ROOT / "notebooks/08_moe.ipynb").read_text())
+    text["cells"][0]["source"] = ["# 9 · Kimi K3: assembled\n", "\n", "**Claim.** It fits."]
+    (tmp_path / "09_k3.ipynb").write_text(json.dumps(text))
+    nine = [*NOTEBOOKS[:8], *series(tmp_path)]
+    assert "(coming)" not in home.ladder(nine)
+    assert "9 · Kimi K3 <notebooks/09_k3>" in home.toctree(nine)
+    assert 'href="notebooks/09_k3.html"' in home.start_here(nine)
+    readme = (ROOT / "README.md").read_text()
+    ladder = readme[readme.index("<!-- ladder -->") : readme.index("<!-- ladder ends -->")]
+    for notebook in NOTEBOOKS:
+        assert f"| {notebook.rung} | [" in ladder
+        assert f"(notebooks/{notebook.stem}.ipynb)" in ladder
+        assert f"\n| {notebook.rung:02} " in readme[readme.index("<!-- times -->") :]
+    assert ladder.count("(coming)") == 9 - len(NOTEBOOKS)
 
 
 def test_bibliography_has_every_paper_of_the_sources_once():
@@ -109,17 +128,35 @@ def test_measurements_show_every_stored_row():
     benchmarks, parity = measurements.benchmarks(), measurements.parity()
     for file in (ROOT / "benchmarks/results").glob("*.json"):
         result = json.loads(file.read_text())
-        assert result["command"] in benchmarks
-        assert result.get("date", "compiled and counted, not measured") in benchmarks
-        for rows in (v for v in result.values() if isinstance(v, list)):
-            assert measurements.rows_table(rows) in benchmarks
-            assert measurements.rows_table(rows).count("\n") == len(rows) + 1
+        page = parity if file.stem == measurements.PARITY else benchmarks
+        assert result["command"] in page
+        assert result.get("date", "compiled and counted, not measured") in page
+        for key, rows in measurements.tables_of(result).items():
+            if page is benchmarks:
+                title = tables.TABLES[file.stem, key].title  # every table has one, and its text
+                assert tables.table(title, rows) in benchmarks
+                assert tables.table(title, rows).count("\n| ") == len(rows) + 1
             for row in rows:
-                assert "difference" not in row or measurements.shown(row["difference"]) in parity
+                for name in {"difference", "float64", "float32"} & row.keys():
+                    assert tables.shown(row[name]) in parity
     for file in (ROOT / "tests/goldens").rglob("*.safetensors"):
-        assert file.name in parity
-    assert measurements.shown(3.2e-7) == "3.2e-07"
-    assert measurements.shown(1234567) == "1,234,567"
+        assert file.name in parity or file.name == "model.safetensors"
+
+
+def test_every_stored_column_has_a_heading_and_the_ratio_is_the_second():
+    for result in measurements.results().values():
+        for rows in measurements.tables_of(result).values():
+            keys = tables.ordered(rows)
+            assert set(keys) <= tables.COLUMNS.keys()
+            ratios = [i for i, key in enumerate(keys) if "ratio" in key.split("_")]
+            assert ratios == list(range(1, len(ratios) + 1))
+    assert tables.ordered([{"ms": 1, "new": 2}, {"ratio": 3, "ours": "x"}]) == ["ours", "ratio", "ms", "new"]
+    assert tables.legend(["ours", "T"]) == "**T**: tokens."
+
+
+def test_values_are_shown_as_a_reader_writes_them():
+    shown = [tables.shown(x) for x in (3.2e-7, 0.0, 1.16, 1462.4, 1234567, True, "x")]
+    assert shown == ["3.2e-07", "0", "1.16", "1,462", "1,234,567", "yes", "x"]
 
 
 def test_every_public_name_is_in_the_reference():

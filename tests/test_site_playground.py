@@ -54,8 +54,8 @@ def close(got: list, expected: torch.Tensor) -> None:
 
 @pytest.fixture
 def play(open_site):
-    def opened(**context):
-        page = open_site("playground.html", **context)
+    def opened(fragment="", **context):
+        page = open_site(f"playground.html{fragment}", **context)
         page.wait_for_selector("#playground:not([hidden])")
         return page
 
@@ -85,6 +85,18 @@ def errors(page) -> list[float]:
 
 def count(page) -> int:
     return page.evaluate("evolvePlayground.model.tokens.length")
+
+
+def tokens_of(page) -> list:
+    return page.evaluate("evolvePlayground.model.tokens")
+
+
+def write_own(page, key: str, value: str) -> None:
+    if not part(page, "own-key").is_visible():
+        page.locator("summary", has_text="pair of your own").click()
+    part(page, "own-key").fill(key)
+    part(page, "own-value").fill(value)
+    page.get_by_role("button", name="write it").click()
 
 
 def test_arithmetic_is_the_package_s(play, tmp_path):
@@ -183,6 +195,10 @@ def test_odd_numbers_are_explained_and_lose_nothing(play):
             assert f"Still in use: {still}." in alert
             assert page.locator(field).get_attribute("aria-invalid") == "true"
         assert (state(page), count(page)) == (before, tokens)
+    page.locator("#pg-beta").press("Tab")  # the field goes back to what is in use and still says why
+    assert page.locator("#pg-beta").input_value() == "1"
+    assert page.locator("#pg-beta").get_attribute("aria-invalid") is None
+    assert "Back to: 1." in page.locator("#pg-beta-alert").inner_text()
     page.locator("#pg-beta").fill("0,5")  # a decimal comma is fine
     assert page.locator("#pg-beta-alert").inner_text() == ""
     assert page.evaluate("evolvePlayground.model.beta") == 0.5
@@ -200,34 +216,139 @@ ODD_PAIRS = [
 def test_odd_pairs_are_explained_and_lose_nothing(play):
     page = play()
     before = state(page)
-    page.locator("summary", has_text="pair of your own").click()
     for key, value, message in ODD_PAIRS:
-        part(page, "own-key").fill(key)
-        part(page, "own-value").fill(value)
-        page.get_by_role("button", name="write it").click()
+        write_own(page, key, value)
         assert message in part(page, "own-alert").inner_text()
+        wrong = "own-key" if "the key" in message or message.startswith("key") else "own-value"
+        marked = page.locator("#playground [aria-invalid]").evaluate_all("x => x.map(e => e.dataset.part)")
+        assert marked == [wrong]
         assert state(page) == before
-    part(page, "own-key").fill("\u22123 0 0 0 0 +4.")  # the minus sign that the page itself writes
-    part(page, "own-value").fill("-1; 2; 0; 0; 0; 100")
-    page.get_by_role("button", name="write it").click()
+    write_own(
+        page, "\u22123 0 0 0 0 +4.", "-1; 2; 0; 0; 0; 100"
+    )  # the minus sign that the page itself writes
+    assert page.locator("#playground [aria-invalid]").count() == 0
     assert part(page, "own-alert").inner_text() == ""
     assert errors(page)[-1] == pytest.approx(0, abs=1e-12)
 
 
 def test_ends_of_the_range(play):
     """Undo of nothing, clear twice, more tokens than fit: a message each, and the page lives on."""
-    page = play()
-    part(page, "clear").click()
+    page = play("#rule=delta")
     part(page, "clear").click()
     part(page, "undo").click()
     assert "nothing to take back" in part(page, "status").inner_text()
     assert "Nothing is written yet" in part(page, "read").inner_text()
-    page.evaluate("evolvePlayground.model.tokens = new Array(200).fill({ key: 0, value: 0 })")
+    page = play("#rule=delta&tokens=" + ";".join(["1A"] * 200))
     part(page, "pass").click()
     assert "at most 200 tokens" in part(page, "status").inner_text()
     assert count(page) == 200
     part(page, "undo").click()
     assert count(page) == 199
+
+
+def test_everything_can_be_taken_back(play):
+    page = play("#rule=kda&tokens=1A;2B")
+    before = tokens_of(page)
+    part(page, "clear").click()
+    assert count(page) == 0
+    part(page, "undo").click()
+    assert tokens_of(page) == before
+    example(page, "crowd")
+    part(page, "pass").click()
+    part(page, "undo").click()
+    part(page, "undo").click()
+    assert tokens_of(page) == before
+    assert page.evaluate("evolvePlayground.model.rule") == "kda"
+    page.get_by_role("button", name="six lifetimes").click()
+    part(page, "undo").click()
+    assert page.locator("#pg-alpha-6").input_value() == "0.8"
+    part(page, "undo").click()  # before the changes that the page knows: the last token
+    assert tokens_of(page) == before[:1]
+
+
+def test_a_reload_shows_the_same(play):
+    page = play()
+    assert "#" not in page.url  # nothing is kept before something is changed
+    example(page, "scratch")
+    page.locator("#pg-alpha-3").fill("0.25")
+    write_own(page, "1 2 0 0 0 0", "0.5 0 0 0 0 -1e-3")
+    before, tokens = state(page), tokens_of(page)
+    page.wait_for_url("**tokens=1A;*:0.5,*")
+    page.reload()
+    assert (state(page), tokens_of(page)) == (before, tokens)
+    assert page.locator("#pg-alpha-3").input_value() == "0.25"
+    assert page.locator('input[value="kda"]').is_checked()
+    page.evaluate("location.hash = '#what-is-computed'")  # a heading is not a state
+    assert (state(page), tokens_of(page)) == (before, tokens)
+    page.evaluate("location.hash = '#rule=linear&tokens=1A%3B2B'")
+    page.wait_for_function("evolvePlayground.model.tokens.length === 2")
+    part(page, "undo").click()
+    assert (state(page), tokens_of(page)) == (before, tokens)
+
+
+ODD_ADDRESSES = {
+    "#rule=": "rule must be one of linear, delta, gated, kda",
+    "#rule=delta&keys=up": "keys must be one of apart, overlapping, got up",
+    "#rule=delta&beta=3": "beta must be a number from 0 to 2, got 3",
+    "#rule=kda&alphas=1,1": "decays must be 6 numbers, got 2",
+    "#rule=kda&alphas=1,1,1,1,1,-1": "number 6 of the decays must be a number from 0 to 1, got -1",
+    "#rule=delta&tokens=7A": "token 1 must be like 1A, got 7A",
+    "#rule=delta&tokens=1A;0,0,0,0,0,0:1,1,1,1,1,1": "the key must have a number that is not 0",
+    "#rule=delta&tokens=" + "-;" * 201: "tokens must be at most 200, got 201",
+    "#rule=delta&tokens=%E0": "an escape in it is cut off",
+}
+
+
+@pytest.mark.parametrize("address", ODD_ADDRESSES)
+def test_odd_addresses_are_explained(play, address):
+    page = play(address)
+    assert ODD_ADDRESSES[address] in part(page, "status").inner_text()
+    assert count(page) == 6  # as at the start
+
+
+def test_own_pairs_have_names_and_colours(play):
+    """An own key that equals one of the board is that one; two different ones are told apart."""
+    page = play("#rule=delta&tokens=1A;2B")
+    for key in ("3 0 0 0 0 0", "1 1 0 0 0 0", "2 2 0 0 0 0", "0 0 0 0 1 1"):
+        write_own(page, key, "1 0 0 0 0 0")
+    assert part(page, "read").locator("tbody th").all_inner_texts() == ["key 1", "key 2", "own 1", "own 2"]
+    lines = part(page, "curves").locator("path.pg-line:not(.pg-coming)")
+    strokes = lines.evaluate_all("lines => lines.map(line => line.getAttribute('stroke'))")
+    assert len(set(strokes)) == 4
+    page.locator('input[value="overlapping"]').check()  # the keys of the board move: two more are different
+    assert len(errors(page)) == 5
+
+
+def test_colours_follow_the_scheme(play):
+    page = play(color_scheme="light")
+    read = """() => [...document.querySelectorAll('#playground :is(.pg-card, .pg-state td, .pg-line)')]
+      .map(e => e.getAttribute('stroke') || getComputedStyle(e).backgroundColor)"""
+    light = page.evaluate(read)
+    page.emulate_media(color_scheme="dark")
+    page.wait_for_function("document.documentElement.dataset.theme === 'dark'")
+    page.wait_for_timeout(400)
+    dark = page.evaluate(read)
+    assert len(light) == len(dark) > 40
+    assert all(one != other for one, other in zip(light, dark))
+
+
+TARGETS = "#playground :is(button, label, input, summary)"
+SMALL = """([targets, least]) => [...document.querySelectorAll(targets)].filter(e => {
+  const box = (e.closest('label') ?? e).getBoundingClientRect();
+  return box.width && (box.width < least || box.height < least);
+}).map(e => e.outerHTML.slice(0, 120))"""
+
+
+@pytest.mark.parametrize("width", [1280, 360])
+def test_targets_are_large_enough(play, width):
+    page = play("#rule=kda&tokens=1A", width=width)
+    page.locator("summary", has_text="pair of your own").click()
+    labels = "#playground label:not(:has(input))"  # words beside a field, not a target of their own
+    page.evaluate("s => document.querySelectorAll(s).forEach(e => e.remove())", labels)
+    assert page.evaluate(SMALL, [TARGETS, 24]) == []
+    if width == 360:
+        heights = part(page, "board").locator("button").evaluate_all("b => b.map(e => e.offsetHeight)")
+        assert min(heights) >= 44
 
 
 def test_keyboard_alone(play):
@@ -241,6 +362,15 @@ def test_keyboard_alone(play):
     assert page.evaluate("evolvePlayground.model.tokens") == [{"key": 2, "value": 5}]
     assert "value F under key 3" in part(page, "status").inner_text()
     assert page.locator('[data-part="board"] button[tabindex="0"]').count() == 1
+    for key, label in (
+        ("Home", "A under key 3"),
+        ("End", "F under key 3"),
+        ("Control+Home", "A under key 1"),
+    ):
+        page.keyboard.press(key)
+        assert page.evaluate("document.activeElement.ariaLabel").endswith(label)
+    page.keyboard.press("Control+End")
+    assert page.evaluate("document.activeElement.ariaLabel").endswith("F under key 6")
     page.locator('input[value="kda"]').focus()
     page.keyboard.press("ArrowUp")
     assert page.evaluate("evolvePlayground.model.rule") == "gated"

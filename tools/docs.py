@@ -30,14 +30,22 @@ def gather(source: Path) -> None:
 
 
 def build(target: Path, environ: Mapping[str, str]) -> int:
-    """Build into ``target``, which must not exist; the exit status of Sphinx."""
+    """Build into ``target``, which must not exist, in a process of its own; the exit status of Sphinx."""
     path = os.pathsep.join(filter(None, [str(ROOT / "tools"), environ.get("PYTHONPATH")]))
+    command = [sys.executable, __file__, target]
+    return subprocess.run(command, env={**environ, "PYTHONPATH": path}).returncode
+
+
+def _build_here(target: Path) -> int:
+    """Gather and build in this process, so that PyTorch and the pages' makers are imported once."""
+    sys.modules["rfc3987_syntax"] = None  # jsonschema imports it to check addresses: 4 s of grammars, no use
+    from sphinx.cmd.build import main as sphinx
+
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "source"
         gather(source)
-        options = ["-q", "-E", "-W", "--keep-going", "-d", Path(folder) / "doctrees"]
-        command = [sys.executable, "-m", "sphinx", *options, source, target]
-        return subprocess.run(command, env={**environ, "PYTHONPATH": path}).returncode
+        options = ["-q", "-E", "-W", "--keep-going", "-d", str(Path(folder) / "doctrees")]
+        return sphinx([*options, str(source), str(target)])
 
 
 def main() -> int:
@@ -56,4 +64,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(_build_here(Path(sys.argv[1])) if sys.argv[1:] else main())

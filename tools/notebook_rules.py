@@ -3,6 +3,7 @@
 Needs nbformat only, so that the pre-commit hook stays small.
 """
 
+import ast
 import re
 from pathlib import Path
 
@@ -23,6 +24,7 @@ LANGUAGE = {
 }
 NOTEBOOK_METADATA = {"mystnb"}  # what an author writes and a run does not; everything else goes
 CELL_METADATA = {"jupyter", "mystnb", "slideshow", "tags"}
+FOLDED = "hide-input"  # the site shows the figure and folds the code
 WIDGET = "application/vnd.jupyter.widget-view+json"  # needs a live kernel: empty on a static page
 
 MACHINE_TEXT = re.compile(
@@ -41,6 +43,29 @@ def code_cells(nb: NotebookNode) -> list[NotebookNode]:
 def first_line(cell: NotebookNode) -> str:
     """The first line of a cell that is not blank."""
     return cell.source.strip().partition("\n")[0]
+
+
+def _plots(statement: ast.stmt) -> bool:
+    """Whether a statement is a call of ``plotting``, its result kept or not."""
+    value = getattr(statement, "value", None)
+    function = value.func if isinstance(value, ast.Call) else None
+    return isinstance(function, ast.Attribute) and ast.unparse(function.value) == "plotting"
+
+
+def only_draws(cell: NotebookNode) -> bool:
+    """Whether a cell begins with a call of ``plotting``, after helpers of its own, and shows a figure alone.
+
+    What it draws was computed before, so a reader of the site who looks at the figure only misses nothing.
+    """
+    shown = [output.get("data", {}) for output in cell.outputs]
+    if not shown or not all(any(mime.startswith("image/") for mime in data) for data in shown):
+        return False
+    try:
+        body = ast.parse(cell.source).body
+    except SyntaxError:  # a magic: not a drawing
+        return False
+    first = next((s for s in body if not isinstance(s, ast.FunctionDef)), None)
+    return first is not None and _plots(first)
 
 
 # --- normalise ----------------------------------------------------------------------------------------
@@ -97,6 +122,8 @@ def normalise(nb: NotebookNode) -> NotebookNode:
             number += bool(cell.source.strip())
             cell.execution_count = number if cell.source.strip() else None
             normalise_outputs(cell, number)
+            if only_draws(cell) and FOLDED not in cell.metadata.get("tags", []):
+                cell.metadata["tags"] = [*cell.metadata.get("tags", []), FOLDED]
     return nb
 
 
@@ -143,6 +170,8 @@ def figure_findings(cell: NotebookNode) -> list[str]:
         return [f"{images} figures share one alt text: one figure a cell"]
     if LOOKS_LIKE_A_FILE.search(alt) or len(alt.split()) < 4:
         return [f"alt text does not say what is seen: {alt!r}"]
+    if only_draws(cell) and FOLDED not in cell.metadata.get("tags", []):
+        return [f"a cell that only draws needs the tag {FOLDED}"]
     return []
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 INTERPRETED = triton.knobs.runtime.interpret  # TRITON_INTERPRET=1 when triton was imported
@@ -58,15 +59,28 @@ def launch(kernel: Any, programs: int, arguments: dict[str, Any], **options: int
         kernel[(programs,)](**arguments, **options)
 
 
-def check_tensor(name: str, x: Tensor, device: torch.device, *sizes: int) -> Tensor:
-    """x, contiguous, once it has the sizes, a dtype that the kernels know and the device of the others."""
+def check_form(name: str, x: Tensor, device: torch.device, *sizes: int) -> None:
+    """x must have the sizes, a dtype that the kernels know and the device of the others."""
     if list(x.shape) != list(sizes):
         raise ValueError(f"{name} must be {list(sizes)}, got {list(x.shape)}")
     if x.dtype not in DTYPES:
         raise ValueError(f"{name} must be float32, float16 or bfloat16 in a Triton kernel, got {x.dtype}")
     if x.device != device:
         raise ValueError(f"{name} must be on {device}, got {x.device}")
+
+
+def check_tensor(name: str, x: Tensor, device: torch.device, *sizes: int) -> Tensor:
+    """x, contiguous, once its form is checked."""
+    check_form(name, x, device, *sizes)
     return x.contiguous()
+
+
+def check_mask(key_mask: Tensor, B: int, S: int, device: torch.device) -> Tensor:
+    """``key_mask`` as the kernels read it, uint8, once it is bool [B, S] on the device of the others."""
+    if list(key_mask.shape) != [B, S] or key_mask.dtype != torch.bool or key_mask.device != device:
+        got = f"{key_mask.dtype} {list(key_mask.shape)} on {key_mask.device}"
+        raise ValueError(f"key_mask must be bool [B, S] = {[B, S]} on {device}, got {got}")
+    return key_mask.contiguous().view(torch.uint8)
 
 
 def check_device(device: torch.device) -> None:
@@ -85,6 +99,16 @@ def precision(dtype: torch.dtype) -> str:
     if torch.version.hip is not None:
         return "ieee"
     return "tf32" if dtype in HALF else "tf32x3"
+
+
+def operand(dtype: torch.dtype) -> tl.dtype:
+    """The type of the tiles that ``tl.dot`` takes where both sides are inputs: their own, summed in float32.
+
+    The interpreter multiplies bfloat16 wrongly: there its tiles are widened first.
+    """
+    if dtype == torch.bfloat16:
+        return tl.float32 if INTERPRETED else tl.bfloat16
+    return tl.float16 if dtype == torch.float16 else tl.float32
 
 
 def tile(n: int, most: int | None = None) -> int:

@@ -19,7 +19,7 @@ Shapes: v, sources [M, ..., D]; h [..., D]; query w, gain γ [D]; M sources, S s
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from functools import reduce
+from functools import partial, reduce
 from typing import NamedTuple
 
 import torch
@@ -28,19 +28,34 @@ from torch import Tensor, nn
 from evolve.cache import Cache, LayerCache
 from evolve.checks import check_count, check_flag, check_float, check_shape, require
 from evolve.decoder import Decoder, DecoderLayer
+from evolve.memory_rule import check_backend, runs_on_triton
 from evolve.norms import RMSNorm, at_least_float32
 
 
 def attention_residual(
-    sources: Tensor | Sequence[Tensor], query: Tensor, gain: Tensor, *, eps: float = 1e-5
+    sources: Tensor | Sequence[Tensor],
+    query: Tensor,
+    gain: Tensor,
+    *,
+    eps: float = 1e-5,
+    backend: str | None = None,
 ) -> Tensor:
     """The mix of M sources at one site (Attention Residuals, eqs. 2 to 4).
 
-    Args: sources: [M, ..., D], or M tensors [..., D]. query, gain: [D].
+    Args:
+        sources: [M, ..., D], or M tensors [..., D]. query, gain: [D].
+        backend: ``"torch"``, ``"triton"``, or ``None``: Triton on a GPU where it is installed. The kernel
+            wants its sources in one piece: they are copied for it.
     Returns: [..., D] in the sources' dtype (the widest, if they differ); computed in float32 at least.
     Raises: ValueError on no source or shapes that do not fit.
     """
     sources = _checked(sources, query, gain, eps)
+    check_backend(backend)
+    if _in_a_kernel(backend, sources, (query * gain)[None]):
+        from evolve_kernels.attention_residuals import depth_read
+
+        dtype = sources[0].dtype
+        return depth_read(torch.stack(sources), (query * gain)[None], eps=eps, dtype=dtype)[0][0]
     read = read_sources(sources, (query * gain)[None], eps)
     return (read.o[0] / read.l[0, ..., None]).to(sources[0].dtype)
 
@@ -88,6 +103,49 @@ def add_source(read: Read, v: Tensor, folded: Tensor, eps: float) -> Read:
     m = torch.maximum(read.m, s)
     old, new = (read.m - m).exp(), (s - m).exp()
     return Read(old[..., None] * read.o + new[..., None] * v, m, old * read.l + new)
+
+
+def two_phases(
+    blocks: Sequence[Tensor], folded: Tensor, eps: float, *, backend: str | None = None
+) -> list[Callable[[Tensor | None], Tensor]]:
+    """Phase 1 for all sites of a block at once; of each site its phase 2, a function of the sum so far.
+
+    Args: blocks: M finished blocks [..., D]. folded: γ·w of the S sites, [S, D]. backend: as in
+        ``attention_residual``.
+    Returns: for every site mix(p) -> h [..., D] in the first block's dtype, with p [..., D] among the sources
+        or, if it is ``None``, without.
+    """
+    dtype = blocks[0].dtype
+    if _in_a_kernel(backend, blocks, folded):
+        from evolve_kernels.attention_residuals import depth_read
+        from evolve_kernels.attention_residuals_add import depth_add
+
+        widest = reduce(torch.promote_types, (v.dtype for v in blocks))
+        reads = depth_read(torch.stack([v.to(widest) for v in blocks]), folded, eps=eps)
+
+        def mix(h: Tensor, lse: Tensor, f: Tensor, p: Tensor | None) -> Tensor:
+            return h.to(dtype) if p is None else depth_add(h, lse, p, f, eps=eps, dtype=dtype)
+
+        return [partial(mix, *site) for site in zip(*(x.unbind() for x in reads), folded.unbind())]
+    reads = read_sources(blocks, folded, eps)
+
+    def mix_read(j: int, p: Tensor | None) -> Tensor:
+        read = Read(*(x[j : j + 1] for x in reads))
+        if p is not None:
+            read = add_source(read, p, folded[j : j + 1], eps)
+        return (read.o[0] / read.l[0, ..., None]).to(dtype)
+
+    return [partial(mix_read, j) for j in range(len(folded))]
+
+
+def _in_a_kernel(backend: str | None, sources: Sequence[Tensor], folded: Tensor) -> bool:
+    """Whether the kernels read these sources: asked for by name they insist, else they take what fits."""
+    if not runs_on_triton(backend, (*sources, folded)):
+        return False
+    from evolve_kernels import attention_residuals, attention_residuals_add
+
+    fits = attention_residuals.fits(len(sources), len(folded))
+    return backend == "triton" or (fits and folded.shape[1] <= attention_residuals_add.WIDEST)
 
 
 def _scores(v: Tensor, folded: Tensor, eps: float) -> Tensor:
@@ -161,16 +219,21 @@ class PseudoQuery(nn.Linear):
 
 
 class AttentionResidual(nn.Module):
-    """One site: its pseudo-query and the gain of its keys. sources [M, ..., D] -> [..., D]."""
+    """One site: its pseudo-query and the gain of its keys. sources [M, ..., D] -> [..., D].
 
-    def __init__(self, hidden_size: int, *, eps: float = 1e-5) -> None:
+    ``backend``: as in ``attention_residual``.
+    """
+
+    def __init__(self, hidden_size: int, *, eps: float = 1e-5, backend: str | None = None) -> None:
         check_count("hidden_size", hidden_size)
         _check_eps(eps)
+        check_backend(backend)
         super().__init__()
+        self.backend = backend
         add_site(self, "res", hidden_size, eps)
 
     def forward(self, sources: Tensor | Sequence[Tensor]) -> Tensor:
-        return attention_residual(sources, *site(self, "res"), eps=self.res_norm.eps)
+        return attention_residual(sources, *site(self, "res"), eps=self.res_norm.eps, backend=self.backend)
 
 
 def add_site(module: nn.Module, name: str, hidden_size: int, eps: float) -> None:
@@ -206,7 +269,7 @@ class AttnResDecoder(Decoder):
     Args:
         block_size: sub-layers a block; 1 is the full form.
         two_phase: read the finished blocks once for all sites of a block (the same function).
-        Others as ``Decoder``.
+        Others as ``Decoder``. The attribute ``backend`` is that of ``attention_residual``.
     """
 
     layer_class = AttnResLayer
@@ -234,6 +297,7 @@ class AttnResDecoder(Decoder):
             feed_forwards=feed_forwards,
         )
         self.block_size, self.two_phase, self.eps = block_size, two_phase, norm_eps
+        self.backend: str | None = None
         add_site(self, "output_attn_res", hidden_size, norm_eps)
 
     def run_layers(self, x: Tensor, cache: Cache | None, attention_mask: Tensor | None) -> Tensor:
@@ -258,12 +322,9 @@ class AttnResDecoder(Decoder):
             memory.before(start)
             block = sublayers[start : start + self.block_size]
             folded = torch.stack([query * gain for (query, gain), _ in block])
-            reads = read_sources(memory.blocks, folded, self.eps)  # phase 1
-            for j, (_, sublayer) in enumerate(block):  # phase 2
-                read = Read(*(x[j : j + 1] for x in reads))
-                if memory.partial is not None:
-                    read = add_source(read, memory.partial, folded[j : j + 1], self.eps)
-                memory.add(sublayer((read.o[0] / read.l[0, ..., None]).to(memory.blocks[0].dtype)))
+            mixes = two_phases(memory.blocks, folded, self.eps, backend=self.backend)  # phase 1
+            for mix, (_, sublayer) in zip(mixes, block):
+                memory.add(sublayer(mix(memory.partial)))  # phase 2
 
     def _sublayers(self, cache: Cache | None, attention_mask: Tensor | None) -> Iterator[tuple]:
         for l, layer in enumerate(self.layers):
@@ -274,4 +335,4 @@ class AttnResDecoder(Decoder):
     def _mix(self, sources: list[Tensor], parameters: tuple[Tensor, Tensor]) -> Tensor:
         if len(sources) == 1:  # the first site has nothing to choose from, and its query no effect
             return sources[0]
-        return attention_residual(sources, *parameters, eps=self.eps)
+        return attention_residual(sources, *parameters, eps=self.eps, backend=self.backend)

@@ -29,6 +29,8 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 def activation_name(activation: Activation) -> str:
     """The activation in words that are the same in every process, for ``repr``."""
+    if isinstance(activation, nn.Module):
+        return repr(activation)
     if isinstance(activation, partial):
         return f"{activation_name(activation.func)}({activation.keywords})"
     return getattr(activation, "__name__", type(activation).__name__)
@@ -48,7 +50,7 @@ class GatedFeedForward(nn.Module):
         return f"activation={activation_name(self.activation)}"
 
     def reset_parameters(self) -> None:
-        for child in self.children():
+        for child in (self.gate_proj, self.up_proj, self.down_proj):
             child.reset_parameters()
 
     def forward(self, x: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from evolve import checkpoint, gpt2_layout
 from evolve.cache import Cache, LayerCache, extend_key_mask
 from evolve.checks import check_float, check_shape, check_token_ids, require
 from evolve.loss import next_token_loss
+from evolve.memory_rule import runs_on_triton
 
 # ---------------------------------------------------------------------------------- the operation
 
@@ -45,13 +46,19 @@ def softmax_attention(
     K**-0.5. ``causal``: the last query is aligned with the last key, so query t sees keys up to
     t + S - T. ``key_mask`` [B, S] (bool, true = real) hides keys; what they hold never matters. A query
     that sees no key returns zero. ``backend``: "torch" is the written-out form below, "sdpa" PyTorch's
-    fused one, ``None`` picks the fused one.
+    fused one, "triton" our kernel; ``None`` picks the kernel on a GPU where Triton is installed, and the
+    fused form otherwise.
 
     Raises ``ValueError`` naming the argument.
     """
     _check_operands(q, k, v, key_mask)
     check_scale(scale)
-    require(backend in (None, "torch", "sdpa"), f"backend must be None, 'torch' or 'sdpa', got {backend!r}")
+    known = backend in (None, "torch", "sdpa", "triton")
+    require(known, f"backend must be None, 'torch', 'sdpa' or 'triton', got {backend!r}")
+    if runs_on_triton(backend, (q, k, v)) and (backend or max(q.shape[3], v.shape[3]) <= 256):
+        from evolve_kernels.full_attention import softmax_attention as kernel
+
+        return kernel(q, k, v, scale=scale, causal=causal, key_mask=key_mask)
     B, T, H, K = q.shape
     S, HV, V = v.shape[1:]
     scale = K**-0.5 if scale is None else scale
@@ -69,6 +76,11 @@ def softmax_attention(
         o = _fused_attention(q, k, F.pad(v, (0, missing)), scale, causal, key_mask)
         o = o[..., : v.shape[-1]]
     return o.reshape(B, T, HV, V)
+
+
+def fast_form(backend: str | None) -> str | None:
+    """What a layer that is told "torch", "triton" or ``None`` asks for: PyTorch's fastest for "torch"."""
+    return "sdpa" if backend == "torch" else backend
 
 
 def check_scale(scale: object) -> None:
@@ -206,12 +218,13 @@ class CausalSelfAttention(nn.Module):
         self.num_heads = config.n_head
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
+        self.backend: str | None = None  # "torch", "triton", or None: as in every layer with kernels
 
     def forward(self, x: Tensor, cache: LayerCache | None = None, key_mask: Tensor | None = None) -> Tensor:
         q, k, v = (y.unflatten(-1, (self.num_heads, -1)) for y in self.c_attn(x).chunk(3, dim=-1))
         if cache is not None:  # the update rule of full attention: append
             k, v = cache.append("k", k), cache.append("v", v)
-        o = softmax_attention(q, k, v, key_mask=key_mask)
+        o = softmax_attention(q, k, v, key_mask=key_mask, backend=fast_form(self.backend))
         return self.c_proj(o.flatten(2))
 
 

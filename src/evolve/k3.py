@@ -16,7 +16,6 @@ Shapes: input_ids [B, T]; logits [B, T, vocab].
 """
 
 import os
-from functools import partial
 from typing import Self
 
 import torch
@@ -24,12 +23,14 @@ from torch import nn
 
 from evolve import checkpoint, k3_folder, k3_layout, k3_stream, shards
 from evolve.attention_residuals import AttnResDecoder, PseudoQuery
+from evolve.backends import set_backend
 from evolve.decoder import GatedFeedForward
 from evolve.hybrid import mixer
 from evolve.k3_config import K3Config, VisionConfig
 from evolve.k3_experts import expand_experts, pack_experts
 from evolve.kimi_linear import draw_weights
-from evolve.moe import LatentMoE, situ_glu
+from evolve.moe import LatentMoE
+from evolve.situ import SituGLU
 
 __all__ = ["K3", "K3Config", "VisionConfig", "released_tensors"]
 
@@ -39,11 +40,12 @@ class K3(AttnResDecoder):
 
     Args:
         config: the sizes. two_phase: read finished blocks once for all sites of a block (the same function).
+        backend: of every part that has one, see ``evolve.backends``: "triton" runs all kernels there are.
     """
 
     config_class = K3Config
 
-    def __init__(self, config: K3Config, *, two_phase: bool = False) -> None:
+    def __init__(self, config: K3Config, *, two_phase: bool = False, backend: str | None = None) -> None:
         layers = range(1, config.num_hidden_layers + 1)
         super().__init__(
             [mixer(config, l) for l in layers],
@@ -59,6 +61,7 @@ class K3(AttnResDecoder):
         pad = config.pad_token_id
         self.embed_tokens.padding_idx = pad if pad is not None and pad < config.vocab_size else None
         self.reset_parameters()
+        set_backend(self, backend)
 
     @property
     def context_length(self) -> int:
@@ -151,8 +154,7 @@ def released_tensors(config: K3Config) -> dict[str, tuple[torch.Size, torch.dtyp
 
 def feed_forward(config: K3Config, layer: int) -> nn.Module:
     """The network of a layer, counted from 1: dense in the first ones, experts in the others."""
-    betas = {"beta": config.activation_situ_beta, "linear_beta": config.activation_situ_linear_beta}
-    activation = partial(situ_glu, **betas)
+    activation = SituGLU(config.activation_situ_beta, config.activation_situ_linear_beta)
     if layer <= config.first_k_dense_replace:
         return GatedFeedForward(config.hidden_size, config.intermediate_size, activation)
     return LatentMoE(

@@ -37,11 +37,20 @@ class PackedExperts(nn.Module):
     """E networks D -> F -> D in MXFP4: (x [N, D], routing) -> u [N, D] in float32 at least.
 
     In a ``state_dict`` each has its released names: ``N.w1.weight_packed``, ``N.w1.weight_scale``, …
+    ``backend`` as in ``Experts``: the kernel expands the codes tile by tile, PyTorch matrix by matrix.
     """
 
-    def __init__(self, num_experts: int, hidden_size: int, expert_size: int, activation: Activation) -> None:
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        expert_size: int,
+        activation: Activation,
+        *,
+        backend: str | None = None,
+    ) -> None:
         super().__init__()
-        self.activation = activation
+        self.activation, self.backend = activation, backend
         shapes = {"gate_up": (2 * expert_size, hidden_size), "down": (hidden_size, expert_size)}
         for name, (n_out, n_in) in shapes.items():
             for kind, n in zip(KINDS, (n_in // 2, n_in // mxfp4.BLOCK)):
@@ -54,11 +63,9 @@ class PackedExperts(nn.Module):
         return f"{E} x ({2 * D} -> {F // 2} -> {2 * D}), MXFP4, activation={name}"
 
     def forward(self, x: Tensor, routing: Routing) -> Tensor:
-        def matrices(name: str) -> OnDemand:
-            packed, scale = (getattr(self, f"{name}_{kind}") for kind in KINDS)
-            return OnDemand(len(packed), lambda e: mxfp4.unpack(packed[e], scale[e], dtype=x.dtype))
-
-        return grouped_experts(x, routing, matrices("gate_up"), matrices("down"), self.activation)
+        gate_up = mxfp4.PackedStack(self.gate_up_packed, self.gate_up_scale, x.dtype)
+        down = mxfp4.PackedStack(self.down_packed, self.down_scale, x.dtype)
+        return grouped_experts(x, routing, gate_up, down, self.activation, backend=self.backend)
 
     @property
     def packed_parameters(self) -> int:
@@ -90,7 +97,7 @@ def pack_experts(model: nn.Module) -> nn.Module:
         experts = moe.experts
         E, D, F = experts.down_proj.shape
         with torch.device(experts.down_proj.device):
-            packed = PackedExperts(E, D, F, experts.activation)
+            packed = PackedExperts(E, D, F, experts.activation, backend=experts.backend)
         if not experts.down_proj.is_meta:
             for name, stack in (("gate_up", experts.gate_up_proj), ("down", experts.down_proj)):
                 for kind, t in zip(KINDS, mxfp4.pack(stack)):
@@ -106,7 +113,7 @@ def expand_experts(model: nn.Module, dtype: torch.dtype) -> nn.Module:
         packed = moe.experts
         E, D, F = packed.gate_up_packed.shape[0], packed.down_packed.shape[1], packed.down_packed.shape[2] * 2
         with torch.device("meta"):
-            experts = Experts(E, D, F, packed.activation).to(dtype)
+            experts = Experts(E, D, F, packed.activation, backend=packed.backend).to(dtype)
         experts.to_empty(device=packed.down_packed.device)
         for name, stack in (("gate_up", experts.gate_up_proj), ("down", experts.down_proj)):
             for e in range(E):

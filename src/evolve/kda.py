@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from evolve.backends import set_backend
 from evolve.checks import check_float, check_shape, require
 from evolve.chunking import (
     from_chunks,
@@ -222,7 +223,7 @@ class KimiDeltaAttention(MemoryLayer):
     Args:
         gate_lower_bound: the bound of the decay gate g, or ``None`` for the unbounded one (``kda_gate``).
         full_rank_gate: one matrix ``g_proj`` for the output gate instead of ``g_a_proj``, ``g_b_proj``.
-        backend: as in ``chunk_kda``; one decoded token is then one kernel too.
+        backend: as in ``chunk_kda``, the convolutions' too; one decoded token is then one kernel.
         Sizes, arguments and cache: see ``MemoryLayer``.
     """
 
@@ -251,7 +252,6 @@ class KimiDeltaAttention(MemoryLayer):
         HV, K, V = self.num_v_heads, head_dim, self.head_v_dim
         check_lower_bound("gate_lower_bound", gate_lower_bound)
         self.gate_lower_bound = gate_lower_bound
-        self.backend = backend
         self.f_a_proj = nn.Linear(hidden_size, V, bias=False)
         self.f_b_proj = nn.Linear(V, HV * K, bias=False)
         self.b_proj = nn.Linear(hidden_size, HV, bias=False)
@@ -261,6 +261,7 @@ class KimiDeltaAttention(MemoryLayer):
         self.g_a_proj = None if full_rank_gate else nn.Linear(hidden_size, V, bias=False)
         self.g_b_proj = None if full_rank_gate else nn.Linear(V, HV * V, bias=False)
         self.o_norm = GatedRMSNorm(V, activation="sigmoid", eps=norm_eps)
+        set_backend(self, backend)
         self.reset_parameters()
 
     @torch.no_grad()
@@ -320,7 +321,7 @@ class KimiDeltaAttention(MemoryLayer):
     def remember(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         q, k = l2_normalize(q), l2_normalize(k)
         beta = at_least_float32(self.b_proj(x)).sigmoid()
-        chunk = partial(chunk_kda, backend=self.backend, lower_bound=self.gate_lower_bound)
+        chunk = partial(chunk_kda, lower_bound=self.gate_lower_bound)
         return call.run(recurrent_kda, chunk, q, k, v, self.log_decays(x), beta)
 
     def log_decays(self, x: Tensor) -> Tensor:

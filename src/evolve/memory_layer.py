@@ -7,6 +7,7 @@ or gate in ``read_out``. Shapes: x, y [B, T, D]; q, k [B, T, H, K]; v, o [B, T, 
 import math
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,11 +31,12 @@ class Call:
     cu_seqlens: Tensor | None
     one_token: bool
     keep_state: bool
+    backend: str | None
 
     def run(self, recurrent: Callable, chunk: Callable, *tokens: Tensor, **options: Any) -> Tensor:
         """Run a rule from the cached state and keep its last one: one token by definition, more in chunks."""
         state, z = self.entries.get("state"), self.entries.get("z")
-        o, state = (recurrent if self.one_token else chunk)(
+        o, state = (recurrent if self.one_token else partial(chunk, backend=self.backend))(
             *tokens,
             initial_state=state if z is None else (state, z),
             output_final_state=self.keep_state,
@@ -53,6 +55,7 @@ class MemoryLayer(nn.Module):
     Args:
         hidden_size: D. num_heads: H. head_dim: K. num_v_heads: HV, a multiple of H (default H).
         head_v_dim: V (default K). conv_size: the convolution's width; 0 or ``None`` leaves it out.
+    The attribute ``backend`` is the chunked rules'; ``evolve.backends`` sets it, the convolutions' too.
     """
 
     silu_without_conv = True  # the delta rules' feature map is SiLU, with or without a convolution
@@ -77,6 +80,7 @@ class MemoryLayer(nn.Module):
         for name, dim in {"q": key_dim, "k": key_dim, "v": value_dim}.items():
             self.add_module(f"{name}_proj", nn.Linear(hidden_size, dim, bias=False))
             self.add_module(f"{name}_conv1d", ShortConvolution(dim, conv_size) if conv_size else None)
+        self.backend: str | None = None
         self.o_proj = nn.Linear(value_dim, hidden_size, bias=False)
 
     def extra_repr(self) -> str:
@@ -116,7 +120,7 @@ class MemoryLayer(nn.Module):
         found = {} if cache is None else {name: cache.get(name) for name in ENTRIES}
         self._check_filled(found, cache)
         entries = {name: entry for name, entry in found.items() if entry is not None}
-        call = Call(entries, cu_seqlens, one_token=x.shape[1] == 1, keep_state=cache is not None)
+        call = Call(entries, cu_seqlens, x.shape[1] == 1, cache is not None, self.backend)
         o = self.remember(real, *(self._project(name, real, call) for name in "qkv"), call)
         y = self.o_proj(self.read_out(o, real).flatten(-2))
         if cache is not None:

@@ -73,7 +73,12 @@ def check_options(scale: float | None, chunk_size: int, backend: str | None) -> 
     require(is_number, f"scale must be None or a finite number, got {scale!r}")
     is_count = isinstance(chunk_size, int) and not isinstance(chunk_size, bool) and chunk_size > 0
     require(is_count, f"chunk_size must be a positive int, got {chunk_size!r}")
-    known = backend in (None, "torch", "triton")
+    check_backend(backend)
+
+
+def check_backend(backend: object) -> None:
+    """``backend`` must be ``None`` (what is there), ``"torch"`` or ``"triton"``."""
+    known = backend is None or (isinstance(backend, str) and backend in ("torch", "triton"))
     require(known, f'backend must be None, "torch" or "triton", got {backend!r}')
 
 

@@ -27,8 +27,14 @@ from torch import Tensor, nn
 
 from evolve.cache import LayerCache, extend_key_mask
 from evolve.checks import check_count, check_float, check_shape, require
-from evolve.full_attention import attention_by_hand, check_scale, softmax_attention, visible_keys
-from evolve.memory_rule import check_cu_seqlens
+from evolve.full_attention import (
+    attention_by_hand,
+    check_scale,
+    fast_form,
+    softmax_attention,
+    visible_keys,
+)
+from evolve.memory_rule import check_cu_seqlens, runs_on_triton
 from evolve.norms import RMSNorm
 
 LATENT_NORM_EPS = 1e-6  # of the two latent norms, whatever the model's other norms use
@@ -42,6 +48,7 @@ def expanded_mla(
     scale: float | None = None,
     key_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    backend: str | None = None,
 ) -> Tensor:
     """MLA by its definition: every head's keys and values are made from the latents, then attended to.
 
@@ -51,10 +58,11 @@ def expanded_mla(
         scale: (Kn + Kr)**-0.5 by default: the whole width of a head, shared channels included.
         key_mask: [B, S] bool, true for real tokens. What the others hold never matters.
         cu_seqlens: [N+1] ends of N sequences packed into one row, B = 1, T = S: none sees another.
+        backend: ``"torch"``, ``"triton"``, or ``None``: Triton on a GPU where it is installed.
     Returns: o [B, T, H, V]; zeros for a query that sees no key.
     Raises: ValueError on arguments that do not fit.
     """
-    return _attend(_expanded, q, latent, kv_b, scale, key_mask, cu_seqlens)
+    return _attend(_expanded, q, latent, kv_b, scale, key_mask, cu_seqlens, backend)
 
 
 def absorbed_mla(
@@ -65,41 +73,64 @@ def absorbed_mla(
     scale: float | None = None,
     key_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    backend: str | None = None,
 ) -> Tensor:
     """The same without expanding: queries are taken into the latent space, and results out of it.
 
     For decoding: a step reads R + Kr numbers a cached token once for all heads. Arguments, result and errors
-    as ``expanded_mla``.
+    as ``expanded_mla``; where a gradient is wanted, PyTorch runs whatever ``backend`` says.
     """
-    return _attend(_absorbed, q, latent, kv_b, scale, key_mask, cu_seqlens)
+    return _attend(_absorbed, q, latent, kv_b, scale, key_mask, cu_seqlens, backend)
 
 
 def _expanded(
-    q: Tensor, latent: Tensor, kv_b: Tensor, scale: float | None, key_mask: Tensor | None
+    q: Tensor,
+    latent: Tensor,
+    kv_b: Tensor,
+    scale: float | None,
+    key_mask: Tensor | None,
+    backend: str | None,
 ) -> Tensor:
     c, k_s = latent.split([kv_b.shape[-1], latent.shape[-1] - kv_b.shape[-1]], dim=-1)
     H, Kn = q.shape[2], q.shape[3] - k_s.shape[-1]
     k_n, v = F.linear(c, kv_b).unflatten(-1, (H, -1)).tensor_split([Kn], dim=-1)
     k = torch.cat([k_n, k_s[:, :, None].expand(-1, -1, H, -1)], dim=-1)  # one k_s for all heads
-    return softmax_attention(q, k, v, scale=scale, key_mask=key_mask)
+    return softmax_attention(q, k, v, scale=scale, key_mask=key_mask, backend=fast_form(backend))
 
 
 def _absorbed(
-    q: Tensor, latent: Tensor, kv_b: Tensor, scale: float | None, key_mask: Tensor | None
+    q: Tensor,
+    latent: Tensor,
+    kv_b: Tensor,
+    scale: float | None,
+    key_mask: Tensor | None,
+    backend: str | None,
 ) -> Tensor:
     (B, T, H, width), (S, R) = q.shape, (latent.shape[1], kv_b.shape[-1])
     Kn = width - (latent.shape[-1] - R)
     W_k, W_v = kv_b.unflatten(0, (H, -1)).tensor_split([Kn], dim=1)  # [H, Kn, R], [H, V, R]
     q_n, q_s = q.tensor_split([Kn], dim=-1)
     q = torch.cat([torch.einsum("bthn,hnr->bthr", q_n, W_k), q_s], dim=-1)  # as wide as what is stored
+    scale = width**-0.5 if scale is None else scale
+    if _decodes_in_a_kernel(backend, q, latent, kv_b):
+        from evolve_kernels.mla_decode import mla_decode
+
+        return torch.einsum("bthr,hvr->bthv", mla_decode(q, latent, R, scale=scale, key_mask=key_mask), W_v)
     # All heads read one and the same list, so they are further queries of a single head.
     visible = visible_keys(T, S, True, key_mask, q.device)
     visible = visible if visible is None else visible.repeat_interleave(H, dim=2)
-    scale = width**-0.5 if scale is None else scale
     o = attention_by_hand(
         q.flatten(1, 2)[:, :, None], latent[:, :, None], latent[:, :, None, :R], scale, visible
     )
     return torch.einsum("bthr,hvr->bthv", o.view(B, T, H, R), W_v)
+
+
+def _decodes_in_a_kernel(backend: str | None, q: Tensor, latent: Tensor, kv_b: Tensor) -> bool:
+    """Whether the kernel of the absorbed form takes these: it has no gradient, and latents of at most 512."""
+    inputs = (q, latent, kv_b)
+    differentiates = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    fits = backend is not None or max(kv_b.shape[-1], latent.shape[-1] - kv_b.shape[-1]) <= 512
+    return runs_on_triton(backend, inputs) and fits and not differentiates
 
 
 def _attend(
@@ -110,20 +141,23 @@ def _attend(
     scale: float | None,
     key_mask: Tensor | None,
     cu_seqlens: Tensor | None,
+    backend: str | None,
 ) -> Tensor:
     """Check, hide what is masked, and run ``form`` on the batch, or on each packed sequence alone."""
     _check_operands(q, latent, kv_b, key_mask)
     check_scale(scale)
+    known = backend in (None, "torch", "triton")
+    require(known, f'backend must be None, "torch" or "triton", got {backend!r}')
     if cu_seqlens is not None:
         T, S = q.shape[1], latent.shape[1]
         require(T == S and key_mask is None, f"cu_seqlens needs T = S and no key_mask, got {T} and {S}")
         check_cu_seqlens(cu_seqlens, q.shape[0], T)
         spans = pairwise(cu_seqlens.tolist())
-        rows = [form(q[:, a:b], latent[:, a:b], kv_b, scale, None) for a, b in spans if b > a]
-        return torch.cat(rows, dim=1) if rows else form(q, latent, kv_b, scale, None)
+        rows = [form(q[:, a:b], latent[:, a:b], kv_b, scale, None, backend) for a, b in spans if b > a]
+        return torch.cat(rows, dim=1) if rows else form(q, latent, kv_b, scale, None, backend)
     if key_mask is not None:  # a hidden key has weight 0, but 0 · nan would still be nan
         latent = latent.masked_fill(~key_mask[:, :, None], 0)
-    return form(q, latent, kv_b, scale, key_mask)
+    return form(q, latent, kv_b, scale, key_mask, backend)
 
 
 def _check_operands(q: Tensor, latent: Tensor, kv_b: Tensor, key_mask: Tensor | None) -> None:
@@ -160,6 +194,7 @@ class MultiHeadLatentAttention(nn.Module):
             part that all heads share (0 is allowed). v_head_dim: V.
         q_lora_rank: rank of the queries' latent; ``None`` projects them directly.
         output_gate: y = W_o (o ⊙ sigmoid(W_g x)).
+        backend: ``"torch"``, ``"triton"``, or ``None``: Triton on a GPU where it is installed.
     """
 
     def __init__(
@@ -173,8 +208,10 @@ class MultiHeadLatentAttention(nn.Module):
         v_head_dim: int,
         q_lora_rank: int | None = None,
         output_gate: bool = False,
+        backend: str | None = None,
     ) -> None:
         super().__init__()
+        self.backend = backend
         sizes = {"hidden_size": hidden_size, "num_heads": num_heads, "kv_lora_rank": kv_lora_rank}
         for name, n in (sizes | {"v_head_dim": v_head_dim}).items():
             check_count(name, n)
@@ -236,7 +273,8 @@ class MultiHeadLatentAttention(nn.Module):
         absorb = self.absorbing_is_cheaper(T, latent.shape[1])
         attend = absorbed_mla if absorb else expanded_mla
         q = self.queries(x)
-        o = attend(q, latent, self.kv_b_proj.weight.to(q.dtype), key_mask=key_mask).flatten(2)
+        kv_b = self.kv_b_proj.weight.to(q.dtype)
+        o = attend(q, latent, kv_b, key_mask=key_mask, backend=self.backend).flatten(2)
         if self.g_proj is not None:
             o = o * self.g_proj(x).sigmoid()
         y = self.o_proj(o)

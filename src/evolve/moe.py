@@ -24,10 +24,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from evolve import mxfp4
 from evolve.checks import check_count, check_flag, check_float, check_positive, check_shape, require
 from evolve.decoder import Activation, GatedFeedForward, activation_name
 from evolve.memory_layer import float32_parameter
-from evolve.memory_rule import without_autocast
+from evolve.memory_rule import runs_on_triton, without_autocast
 from evolve.norms import RMSNorm, at_least_float32
 
 
@@ -154,30 +155,42 @@ def grouped_experts(
     gate_up: Tensor | Sequence[Tensor],
     down: Tensor | Sequence[Tensor],
     activation: Activation,
+    *,
+    backend: str | None = None,
 ) -> Tensor:
     """The same function. Choices are sorted by expert: each expert's tokens lie together, and one grouped
     product runs all experts. An expert without tokens gets a gradient of zero.
 
     The matrices may come in any sequence of E instead of a stack: then they are taken from it one by one,
-    each when it is multiplied by, and those of experts without tokens never.
+    each when it is multiplied by, and those of experts without tokens never. ``backend``: ``"torch"``,
+    ``"triton"`` (a stack, or an ``mxfp4.PackedStack``), or ``None``: Triton on a GPU where it is installed.
     """
     N, k = routing.indices.shape
     expert, order = routing.indices.flatten().sort(stable=True)
     ends = torch.searchsorted(expert, torch.arange(len(gate_up), device=x.device), right=True, out_int32=True)
     rows = x.index_select(0, order // k)
-    gate, up = expert_products(rows, gate_up, ends).chunk(2, dim=-1)
-    y = expert_products(activation(gate, up), down, ends)
+    gate, up = expert_products(rows, gate_up, ends, backend=backend).chunk(2, dim=-1)
+    y = expert_products(activation(gate, up), down, ends, backend=backend)
     y = y.index_select(0, order.argsort()).view(N, k, y.shape[1])  # back to the order of the tokens
     return (routing.weights[..., None] * at_least_float32(y)).sum(1)
 
 
-def expert_products(rows: Tensor, weight: Tensor | Sequence[Tensor], ends: Tensor) -> Tensor:
+def expert_products(
+    rows: Tensor, weight: Tensor | Sequence[Tensor], ends: Tensor, *, backend: str | None = None
+) -> Tensor:
     """Each expert's matrix times its own rows: [S, n_in], [E, n_out, n_in] -> [S, n_out].
 
-    ``ends`` [E] (int32): where each expert's rows end.
+    ``ends`` [E] (int32): where each expert's rows end. ``backend``, ``weight``: as in ``grouped_experts``.
     """
+    in_a_kernel = _runs_on_triton(backend, rows, weight)
     if rows.is_meta or not len(rows):  # any expert's matrix has the shape (and gives all the zero gradient)
         return rows @ weight[0].mT
+    if in_a_kernel:
+        from evolve_kernels.moe import grouped_product
+
+        packed = isinstance(weight, mxfp4.PackedStack)
+        w, scale = (weight.packed, weight.scale) if packed else (weight, None)
+        return grouped_product(rows, w, ends, scale=scale)
     stacked = isinstance(weight, Tensor)
     if stacked and _grouped_product_fits(rows, weight):
         return F.grouped_mm(rows, weight.mT, offs=ends)
@@ -187,6 +200,14 @@ def expert_products(rows: Tensor, weight: Tensor | Sequence[Tensor], ends: Tenso
     matrices = weight.unbind() if stacked and torch.is_grad_enabled() and weight.requires_grad else weight
     parts = rows.split([counts[e] for e in chosen])
     return torch.cat([part @ matrices[e].mT for e, part in zip(chosen, parts)])
+
+
+def _runs_on_triton(backend: str | None, rows: Tensor, weight: Tensor | Sequence[Tensor]) -> bool:
+    known = backend in (None, "torch", "triton")
+    require(known, f'backend must be None, "torch" or "triton", got {backend!r}')
+    stacked = isinstance(weight, Tensor | mxfp4.PackedStack)
+    require(stacked or backend != "triton", 'backend "triton" needs a stack of matrices, got a sequence')
+    return stacked and runs_on_triton(backend, (rows,))
 
 
 def _grouped_product_fits(rows: Tensor, weight: Tensor) -> bool:
@@ -202,12 +223,20 @@ class Experts(nn.Module):
     """E gated networks D -> F -> D, stacked: (x [N, D], routing) -> u [N, D] in float32 at least.
 
     In a ``state_dict`` each has the released checkpoints' names: ``N.w1.weight`` (gate), ``N.w3.weight``
-    (up), ``N.w2.weight`` (down). They are views of the stacks.
+    (up), ``N.w2.weight`` (down). They are views of the stacks. ``backend``: as in ``grouped_experts``.
     """
 
-    def __init__(self, num_experts: int, hidden_size: int, expert_size: int, activation: Activation) -> None:
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        expert_size: int,
+        activation: Activation,
+        *,
+        backend: str | None = None,
+    ) -> None:
         super().__init__()
-        self.activation = activation
+        self.activation, self.backend = activation, backend
         self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * expert_size, hidden_size))
         self.down_proj = nn.Parameter(torch.empty(num_experts, hidden_size, expert_size))
         self.reset_parameters()
@@ -224,7 +253,8 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, routing: Routing) -> Tensor:
         x = x.to(self.gate_up_proj.dtype)  # they differ under autocast
-        return grouped_experts(x, routing, self.gate_up_proj, self.down_proj, self.activation)
+        stacks = self.gate_up_proj, self.down_proj
+        return grouped_experts(x, routing, *stacks, self.activation, backend=self.backend)
 
     def named_matrices(self) -> Iterator[tuple[str, Tensor]]:
         """The matrices by their released names."""

@@ -9,6 +9,7 @@ byte, the one of the even input in its low half. 4 + 8 / 32 = 4.25 bits a weight
 Shapes: w [..., I], packed [..., I / 2] uint8, scale [..., I / 32] uint8.
 """
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
@@ -36,6 +37,22 @@ def unpack(packed: Tensor, scale: Tensor, *, dtype: torch.dtype = torch.float32)
     w = F.embedding(packed.int(), pairs.to(dtype)).flatten(-2)
     sizes = F.embedding(scale.int(), _scale_values(packed.device)[:, None]).to(dtype)
     return (w.unflatten(-1, (-1, BLOCK)) * sizes).flatten(-2)
+
+
+class PackedStack(Sequence):
+    """E matrices [O, I] as their codes [E, O, I / 2] and scales [E, O, I / 32].
+
+    Each is expanded to ``dtype`` when it is asked for, and not kept. A kernel reads the codes as they lie.
+    """
+
+    def __init__(self, packed: Tensor, scale: Tensor, dtype: torch.dtype) -> None:
+        self.packed, self.scale, self.dtype = packed, scale, dtype
+
+    def __len__(self) -> int:
+        return len(self.packed)
+
+    def __getitem__(self, e: int) -> Tensor:
+        return unpack(self.packed[e], self.scale[e], dtype=self.dtype)
 
 
 def pack(w: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,12 +12,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from evolve.checks import check_shape, require
-from evolve.memory_rule import check_cu_seqlens, per_sequence
+from evolve.memory_rule import check_backend, check_cu_seqlens, per_sequence, runs_on_triton
 from evolve.norms import at_least_float32
 
 
 def short_conv(
-    u: Tensor, weight: Tensor, history: Tensor | None = None, *, cu_seqlens: Tensor | None = None
+    u: Tensor,
+    weight: Tensor,
+    history: Tensor | None = None,
+    *,
+    cu_seqlens: Tensor | None = None,
+    backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Causal depthwise convolution and SiLU, in float32 at least.
 
@@ -25,6 +30,7 @@ def short_conv(
         u: [B, T, D]. weight: [D, 1, W].
         history: [B, W − 1, D], or [N, W − 1, D] with ``cu_seqlens``; zeros by default.
         cu_seqlens: [N+1] ends of N sequences packed into one row, B = 1: none sees another.
+        backend: ``"torch"``, ``"triton"``, or ``None``: Triton on a GPU where it is installed.
     Returns: y [B, T, D] in u's dtype; the history for the call after this one, in u's dtype.
     Raises: ValueError on shapes or ``cu_seqlens`` that do not fit.
     """
@@ -37,6 +43,11 @@ def short_conv(
     if history is None:
         history = u.new_zeros(N, W - 1, D)
     check_shape("history", history, N=N, **{"W-1": W - 1}, D=D)
+    check_backend(backend)
+    if runs_on_triton(backend, (u, weight, history)):
+        from evolve_kernels.short_conv import short_conv as kernel
+
+        return kernel(u, weight, history, cu_seqlens=cu_seqlens)
 
     def form(u: Tensor, history: Tensor) -> tuple[Tensor, Tensor]:
         T, dtype = u.shape[1], u.dtype
@@ -50,10 +61,15 @@ def short_conv(
 
 
 class ShortConvolution(nn.Module):
-    """``short_conv`` with its weight [D, 1, W], float32 as in the checkpoints when it is built."""
+    """``short_conv`` with its weight [D, 1, W], float32 as in the checkpoints when it is built.
 
-    def __init__(self, dim: int, kernel_size: int = 4) -> None:
+    ``backend``: as in ``short_conv``.
+    """
+
+    def __init__(self, dim: int, kernel_size: int = 4, *, backend: str | None = None) -> None:
         super().__init__()
+        check_backend(backend)
+        self.backend = backend
         require(kernel_size > 0, f"kernel_size must be positive, got {kernel_size}")
         dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
         self.weight = nn.Parameter(torch.empty(dim, 1, kernel_size, dtype=dtype))
@@ -66,4 +82,4 @@ class ShortConvolution(nn.Module):
     def forward(
         self, u: Tensor, history: Tensor | None = None, cu_seqlens: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        return short_conv(u, self.weight, history, cu_seqlens=cu_seqlens)
+        return short_conv(u, self.weight, history, cu_seqlens=cu_seqlens, backend=self.backend)

@@ -10,7 +10,9 @@ BAND = 1 << 15  # numbers on each side; a tile that runs over reads or writes th
 
 
 def bands(x: Tensor) -> float:
-    return min(1e30, torch.finfo(x.dtype).max / 4) if x.is_floating_point() else 1 << 20
+    if x.is_floating_point():
+        return min(1e30, torch.finfo(x.dtype).max / 4)
+    return min(1 << 20, torch.iinfo(x.dtype).max)
 
 
 def banded(like: Tensor, fill: float) -> tuple[Tensor, Tensor]:

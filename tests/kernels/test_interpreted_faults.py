@@ -18,7 +18,8 @@ import torch
 
 pytest.importorskip("triton")
 
-FRESH = ("evolve_kernels", "tests.kernels.test_interpreted_rules", "tests.kernels.test_interpreted_decode")
+SUITES = ("rules", "decode", "depth", "elementwise", "attention", "mla", "moe")
+FRESH = ("evolve_kernels", *(f"tests.kernels.test_interpreted_{suite}" for suite in SUITES))
 
 
 @contextmanager
@@ -58,6 +59,40 @@ def rule(name: str, C: int = 16, bound: float | None = None, **sizes) -> Callabl
 def decode(launches: dict) -> None:
     suite = importlib.import_module("tests.kernels.test_interpreted_decode")
     suite.test_prefill_and_decode_equal_the_layer("grouped", launches)
+
+
+def depth(launches: dict) -> None:
+    importlib.import_module("tests.kernels.test_interpreted_depth").compare(launches, 3, 2, (2, 20), 0.5)
+
+
+def situ(launches: dict) -> None:
+    suite = importlib.import_module("tests.kernels.test_interpreted_elementwise")
+    suite.compare_situ(launches, (3, 20), 4.0)
+
+
+def conv(launches: dict) -> None:
+    suite = importlib.import_module("tests.kernels.test_interpreted_elementwise")
+    suite.compare_conv(launches, 1, 38, 18, 4, True, (0, 2, 2, 37, 38))
+
+
+def attention(launches: dict) -> None:
+    suite = importlib.import_module("tests.kernels.test_interpreted_attention")
+    suite.compare(T=19, S=70, H=1, HV=2, K=20, V=12, mask="holes", launches=launches)
+
+
+def mla(launches: dict) -> None:
+    suite = importlib.import_module("tests.kernels.test_interpreted_mla")
+    suite.compare(B=2, T=2, H=3, R=20, KR=12, S=70, splits=2, mask="holes", launches=launches)
+
+
+def experts(launches: dict) -> None:
+    suite = importlib.import_module("tests.kernels.test_interpreted_moe")
+    suite.compare([3, 0, 35], O=70, I=20, launches=launches)
+
+
+def packed(launches: dict) -> None:
+    suite = importlib.import_module("tests.kernels.test_interpreted_moe")
+    suite.compare_packed([3, 0, 18], O=20, I=96, launches=launches)
 
 
 KDA, GROUPED = rule("KDA"), rule("KDA", H=2, HV=4, gate="-1.5")
@@ -122,10 +157,76 @@ FAULTS = [
           "tl.sum(d_m * x, axis=1)", DELTA),
     Fault("decoding without beta", "kda_decode", "(beta * error)", "(error)", decode),
     Fault("a convolution that forgets", "kda_decode", "(j - 1) * D, x,", "(j - 1) * D, 0 * x,", decode),
+    Fault("sources that are normed", "attention_residuals", "store_sources(h, tl.dot(p, v,",
+          "store_sources(h, tl.dot(p, v * tl.rsqrt(squares / D + eps)[:, None],", depth),
+    Fault("a lse without the largest score", "attention_residuals", "m + tl.log(l)", "tl.log(l)", depth),
+    Fault("sources that do not exist", "attention_residuals", "(i < M)[None, :], dots",
+          "(i < MP)[None, :], dots", depth),
+    Fault("a source's length left out of its gradient", "attention_residuals", "dv - shrink[:, None] * v",
+          "dv - 0 * v", depth),
+    Fault("scores' gradient without its mean", "attention_residuals", "- tl.sum(p * dp, axis=1)",
+          "- 0 * tl.sum(p, axis=1)", depth),
+    Fault("sites' gradient of one block of rows", "attention_residuals", "(first + r)[None, :]",
+          "r[None, :] + 1", depth),
+    Fault("a sum so far that is all", "attention_residuals_add", "a * load_row(h, n, cols, D) + b * v_row",
+          "0 * load_row(h, n, cols, D) + v_row", depth),
+    Fault("a lse that is not asked", "attention_residuals_add", "tl.store(d_lse + n, -ds)",
+          "tl.store(d_lse + n, ds)", depth),
+    Fault("a sum's gradient without its length", "attention_residuals_add", "- s * r * r / D * v_row",
+          "- 0 * v_row", depth),
+    Fault("the sigmoid of g/β", "situ_glu", "tl.sigmoid(g)  # the", "tl.sigmoid(g / beta)  # the", situ),
+    Fault("a tanh that forgets the sign", "situ_glu", "tl.where(x < 0, -far, far)", "far", situ),
+    Fault("a slope without the sigmoid's", "situ_glu", "+ beta * t * s * tl.sigmoid(-g)", "+ 0 * s", situ),
+    Fault("up's gradient of gate's tanh", "situ_glu", "(beta * t * s) * slope_up", "(beta * t * s) * slope",
+          situ),
+    Fault("a stride that is the width", "situ_glu", "load_part(up, row, up_stride, cols, F)\n    t, _",
+          "load_part(up, row, F, cols, F)\n    t, _", situ),
+    Fault("taps in the wrong order", "short_conv", "z += load_column(weight + j,",
+          "z += load_column(weight + (W - 1 - j),", conv),
+    Fault("a history that the next sequence reads", "short_conv", "* D + cols[None, :]\n        x +=",
+          "* 0 + cols[None, :]\n        x +=", conv),
+    Fault("gradients of the sequence after", "short_conv", "(t >= 0) & (t < length) & (r < count)",
+          "(t >= 0) & (r < count)", conv),
+    Fault("SiLU's slope without z", "short_conv", "(s + z * s * (1.0 - s))", "(s + s * (1.0 - s))", conv),
+    Fault("a weight's gradient of x alone", "short_conv", "tl.sum(x * dz, axis=0)", "tl.sum(x, axis=0)",
+          conv),
+    Fault("sums that never fade", "online_softmax", "l * faded", "l", attention),
+    Fault("hidden keys seen", "online_softmax", "other=0) != 0", "other=0) >= 0", attention),
+    Fault("hidden keys loaded", "online_softmax", "real[:, None] & (cols < width)[None, :]",
+          "(cols < width)[None, :]", attention),
+    Fault("a glance at the next key", "full_attention", "t[:, None] + (S - T)", "t[:, None] + (S - T) + 1",
+          attention),
+    Fault("the walk ends a tile early", "full_attention", "S + tl.minimum((i + 1) * BT - T, 0)",
+          "S + tl.minimum(i * BT - T, 0)", attention),
+    Fault("no score weighs down the others", "full_attention_backward", "- shares[:, None])\n        dq_rows",
+          ")\n        dq_rows", attention),
+    Fault("the first queries left out", "full_attention_backward", "tl.maximum(i * BS - (S - T), 0) // BT",
+          "tl.maximum(i * BS, 0) // BT", attention),
+    Fault("a split begins with another's keys", "mla_decode", "tl.minimum((j + 1) * span, S), BS)",
+          "S, BS)", mla),
+    Fault("shared key part left out", "mla_decode", "x += tl.dot(q_k,", "x += 0 * tl.dot(q_k,", mla),
+    Fault("every row is the last token's", "mla_decode", "(i * BM + r) // H + (S - T)", "r * 0 + S", mla),
+    Fault("splits weigh the same", "mla_decode", "tl.exp(tl.load(lse + row * splits + part) - m)",
+          "tl.exp(0 * tl.load(lse + row * splits + part))", mla),
+    Fault("every row meets the first matrix", "moe", "return load_tile(w, expert * O,",
+          "return load_tile(w, 0 * expert,", experts),
+    Fault("the walk ends a tile of columns early", "moe", "tl.where(count > 0, K, 0)",
+          "tl.where(count > 0, K - BK, 0)", experts),
+    Fault("rows of all experts before learn too", "moe", "tl.load(ends + expert - 1, mask",
+          "0 * tl.load(ends + expert - 1, mask", experts),
+    Fault("a tile begins with its neighbour's rows", "moe", "- starts + (BM - 1)) // BM",
+          "- starts) // BM", experts),
+    Fault("halves of a byte swapped", "mxfp4", "interleave(codes & 15, codes >> 4)",
+          "interleave(codes >> 4, codes & 15)", packed),
+    Fault("the largest codes too small", "mxfp4", "2.0 * m - 8.0", "m - 2.0", packed),
+    Fault("one scale for two blocks", "mxfp4", "start // 32 + tl.arange(0, SIZE // 32)",
+          "start // 32 + tl.arange(0, SIZE // 32) // 2", packed),
+    Fault("gradient of keys not scaled", "full_attention_backward", "scale * dk_rows", "dk_rows", attention),
 ]  # fmt: skip
+SENTINELS = [KDA, GROUPED, BOUNDED, GATED, DELTA, decode, depth, situ, conv, attention, mla, experts, packed]
 
 
-@pytest.mark.parametrize("sentinel", [KDA, GROUPED, BOUNDED, GATED, DELTA, decode])
+@pytest.mark.parametrize("sentinel", SENTINELS)
 def test_the_unchanged_copy_passes(sentinel, tmp_path, launches) -> None:
     with planted(tmp_path, "tiles", "block % 2 == 1", "block % 2 == 1"):
         sentinel(launches)

@@ -3,12 +3,22 @@
 import json
 from html import escape
 
-from evolve.lab import scoreboard
+from evolve.lab import rung_table, scoreboard
 from evolve.lab.ladder import RUNGS
-from evolve.lab.palette import MUTED, PANEL, diverging, format_hex, mechanism, mix, text_colour
+from evolve.lab.palette import (
+    MECHANISMS,
+    MUTED,
+    PANEL,
+    PANEL_DARK,
+    diverging,
+    diverging_dark,
+    format_hex,
+    mechanism,
+    mix,
+    text_colour,
+)
 from site_pages.series import Notebook
 
-PLAYGROUND_LINES = ("softmax_attention", "linear_attention", "delta_rule", "gated_delta_rule", "kda", "mla")
 READERS = (
     (
         "You know attention",
@@ -92,16 +102,22 @@ def _cell(value: float | str | None) -> str:
 
 
 def scoreboard_table(notebooks: list[Notebook]) -> str:
-    """The stored rows as a Markdown table, the rungs linked, and the legend below."""
+    """The legend, then the stored rows as a Markdown table with units, the rungs linked."""
     pages = {n.rung: f"notebooks/{n.stem}.ipynb" for n in notebooks}
-    lines = ["| rung | " + " | ".join(c.title for c in scoreboard.columns) + " |"]
+    units = {column.key: column.unit for column in rung_table.COLUMNS}  # as in the notebooks' picture of it
+    lines = ["| rung | " + " | ".join(f"{c.title} ({units[c.key]})" for c in scoreboard.columns) + " |"]
     lines.append("|---|" + "--:|" * len(scoreboard.columns))
     for row in scoreboard.load():
         name = f"{row['rung']} · {row['name']}"
         name = f"[{name}]({pages[row['rung']]})" if row["rung"] in pages else name
         lines.append(f"| {name} | " + " | ".join(_cell(row[c.key]) for c in scoreboard.columns) + " |")
-    legend = "; ".join(f"**{c.title}**: {c.meaning}" for c in scoreboard.columns)
-    return "\n".join(lines) + f"\n\n{legend}. “n/a” where the question does not apply to a rung.\n"
+    meanings = "\n".join(f"- **{c.title}** ({units[c.key]}): {c.meaning}" for c in scoreboard.columns)
+    legend = f"{meanings}\n- n/a: the question does not apply to the rung"
+    return (
+        f"```{{rst-class}} legend\n{legend}\n```\n\n```{{rst-class}} measured\n```\n\n"
+        + "\n".join(lines)
+        + "\n"
+    )
 
 
 def toctree(notebooks: list[Notebook]) -> str:
@@ -111,8 +127,14 @@ def toctree(notebooks: list[Notebook]) -> str:
 
 
 def palette_json() -> str:
-    """The colours that the playground draws with, as a data block of the page."""
-    steps = diverging()[:: len(diverging()) // 64]
-    lines = [mechanism(key).colour for key in PLAYGROUND_LINES]
-    colours = {"diverging": [format_hex(c) for c in steps], "lines": lines}
+    """The colours that the playground draws with on light and on dark pages, as a data block of the page."""
+    named = [
+        mechanism.colour for mechanism in MECHANISMS.values()
+    ]  # six for the board's keys, then for typed ones
+    lines = {"light": named, "dark": [text_colour(c, PANEL_DARK, "#ffffff") for c in named]}
+    maps = {"light": diverging(), "dark": diverging_dark()}
+    colours = {
+        scheme: {"diverging": [format_hex(c) for c in steps[:: len(steps) // 64]], "lines": lines[scheme]}
+        for scheme, steps in maps.items()
+    }
     return f'<script type="application/json" id="playground-palette">{json.dumps(colours)}</script>'

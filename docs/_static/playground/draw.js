@@ -2,8 +2,17 @@
 // changes it. Colours come with the page, from the palette of the series.
 (function () {
   "use strict";
-  const palette = JSON.parse(document.getElementById("playground-palette").textContent);
+  const palettes = JSON.parse(document.getElementById("playground-palette").textContent);
   const SVG = "http://www.w3.org/2000/svg";
+
+  function palette() {
+    return palettes[document.documentElement.dataset.theme === "dark" ? "dark" : "light"];
+  }
+
+  function lineColour(entry) {
+    const { lines } = palette();
+    return lines[entry.place % lines.length];
+  }
 
   function text(x) {
     const rounded = Math.abs(x) < 0.005 ? 0 : x;
@@ -12,8 +21,9 @@
 
   // The colour of a signed number; full colour at ±1.
   function colour(x) {
-    const last = palette.diverging.length - 1;
-    return palette.diverging[Math.round(((Math.max(-1, Math.min(1, x)) + 1) / 2) * last)];
+    const { diverging } = palette();
+    const last = diverging.length - 1;
+    return diverging[Math.round(((Math.max(-1, Math.min(1, x)) + 1) / 2) * last)];
   }
 
   // Relative luminance of "#rrggbb" (WCAG 2.2).
@@ -79,15 +89,15 @@
       const row = body.insertRow();
       row.append(element("td", { colspan: 4 }, ["Nothing is written yet: click a pair above."]));
     }
-    entries.forEach((entry, i) => {
+    entries.forEach((entry) => {
       const own = Array.isArray(entry.token.value);
       const letter = own ? "own" : letters[entry.token.value];
       const bar = element("span", { class: "pg-bar", "aria-hidden": "true" });
       bar.style.width = `${Math.min(100, entry.error * 50)}%`;
-      bar.style.backgroundColor = palette.lines[i % palette.lines.length];
+      bar.style.backgroundColor = lineColour(entry);
       const row = body.insertRow();
       row.append(
-        element("th", { scope: "row" }, [`key ${entry.name}`]),
+        element("th", { scope: "row" }, [entry.name]),
         element("td", {}, [element("b", {}, [letter + " "]), strip(entry.value, `value: ${listed(entry.value)}`)]),
         element("td", {}, [strip(entry.answer, `read: ${listed(entry.answer)}`)]),
         element("td", { "data-error": entry.error }, [text(entry.error), bar]),
@@ -142,17 +152,17 @@
     const y = (e) => BOX.bottom - ((BOX.bottom - BOX.top) * e) / TOP;
     svg.replaceChildren();
     axes(svg, x, y, last, shown.now);
-    const ends = shown.entries.map((entry, i) => {
-      const stroke = palette.lines[i % palette.lines.length];
+    const ends = shown.entries.map((entry) => {
+      const stroke = lineColour(entry);
       const past = entry.points.filter(([t]) => t <= shown.now);
       const coming = entry.points.filter(([t]) => t >= shown.now);
       draw(svg, "path", { d: path(past, x, y), stroke, class: "pg-line" });
       draw(svg, "path", { d: path(coming, x, y), stroke, class: "pg-line pg-coming" });
       if (past.length === 1) draw(svg, "circle", { cx: x(past[0][0]), cy: y(Math.min(past[0][1], TOP)), r: 3.5, fill: stroke });
-      return { name: `key ${entry.name}`, colour: stroke, y: y(Math.min(entry.later, TOP)) };
+      return { name: entry.name, colour: stroke, y: y(Math.min(entry.later, TOP)) };
     });
     labels(svg, ends);
-    const said = shown.entries.map((e) => `key ${e.name} ${text(e.error)}, later ${text(e.later)}`).join("; ");
+    const said = shown.entries.map((e) => `${e.name} ${text(e.error)}, later ${text(e.later)}`).join("; ");
     svg.setAttribute(
       "aria-label",
       `Relative read-back error of each key over the tokens, and over ${ahead} more without a write. ` +

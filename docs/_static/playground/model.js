@@ -43,13 +43,19 @@
     return parts.map((part, i) => number(`number ${i + 1} of the ${name}`, part, -most, most));
   }
 
-  // A pair of one's own; the key is scaled to length 1, as the layers of the series do.
-  function ownPair(keyText, valueText) {
-    const key = vector("key", keyText, K, 100);
-    const value = vector("value", valueText, V, 100);
-    const length = norm(key);
-    if (length === 0) throw new Error("the key must have a number that is not 0");
-    return { key: key.map((x) => x / length), value };
+  // A key of one's own as it was typed; where it is used it is scaled to length 1, as the layers of the series do.
+  function ownKey(text) {
+    const key = vector("key", text, K, 100);
+    if (norm(key) === 0) throw new Error("the key must have a number that is not 0");
+    return key;
+  }
+
+  function ownValue(text) {
+    return vector("value", text, V, 100);
+  }
+
+  function decays(text) {
+    return vector("decays", text, K, 1).map((x, i) => number(`number ${i + 1} of the decays`, x, 0, 1));
   }
 
   // --------------------------------------------------------------------------------------- the model
@@ -67,39 +73,46 @@
   }
 
   function keyOf(model, token) {
-    return Array.isArray(token.key) ? token.key : KEYS[model.overlap][token.key];
+    if (!Array.isArray(token.key)) return KEYS[model.overlap][token.key];
+    const length = norm(token.key);
+    return token.key.map((x) => x / length);
   }
 
   function valueOf(token) {
     return Array.isArray(token.value) ? token.value : VALUES[token.value];
   }
 
-  function decays(model, rule) {
+  function decaysOf(model, rule) {
     if (RULES[rule].decay === "channel") return model.alphas;
     return new Array(K).fill(RULES[rule].decay === "head" ? model.alpha : 1);
   }
 
   // The token as the arithmetic takes it. One that passes has a key and a value of zeros: it only decays.
   function arithmetic(model, rule, token) {
-    const alpha = decays(model, rule);
+    const alpha = decaysOf(model, rule);
     if (token === null) return { k: new Array(K).fill(0), v: new Array(V).fill(0), beta: 0, alpha };
     return { k: keyOf(model, token), v: valueOf(token), beta: model.beta, alpha };
   }
 
-  function nameOf(token) {
-    return Array.isArray(token.key) ? "own" : String(token.key + 1);
+  function same(one, other) {
+    return one.every((x, i) => Math.abs(x - other[i]) < 1e-9);
   }
 
-  // Each key that was written, with its latest value and the token that wrote it first.
+  // Each different key that was written, in order: its writes and latest token, and a name and a place among the
+  // colours of its own. A key that was typed and equals one of the board is that one.
   function written(model) {
-    const found = new Map();
+    const found = [];
     model.tokens.forEach((token, t) => {
       if (token === null) return;
-      const id = JSON.stringify(token.key);
-      const since = found.has(id) ? found.get(id).since : t + 1;
-      found.set(id, { id, since, name: nameOf(token), key: keyOf(model, token), token, at: t + 1 });
+      const key = keyOf(model, token);
+      let entry = found.find((other) => same(other.key, key));
+      if (!entry) found.push((entry = { key, since: t + 1, writes: new Map() }));
+      if (!Array.isArray(token.key)) Object.assign(entry, { name: `key ${token.key + 1}`, place: token.key });
+      entry.writes.set(t + 1, token);
+      entry.token = token;
     });
-    return [...found.values()];
+    found.filter((entry) => !entry.name).forEach((entry, i) => Object.assign(entry, { name: `own ${i + 1}`, place: K + i }));
+    return found;
   }
 
   function mean(numbers) {
@@ -112,8 +125,7 @@
       const points = [];
       let value = null;
       for (let t = entry.since; t < states.length; t++) {
-        const token = model.tokens[t - 1];
-        if (token && JSON.stringify(token.key) === entry.id) value = valueOf(token);
+        if (entry.writes.has(t)) value = valueOf(entry.writes.get(t));
         points.push([t, relativeError(read(states[t], entry.key), value)]);
       }
       return { ...entry, points };
@@ -153,6 +165,6 @@
   }
 
   window.evolvePlayground = {
-    K, V, KEYS, VALUES, LETTERS, AHEAD, MOST, number, ownPair, create, add, load, evaluate, arithmetic,
+    K, V, KEYS, VALUES, LETTERS, AHEAD, MOST, number, ownKey, ownValue, decays, create, add, load, evaluate, arithmetic,
   };
 })();

@@ -6,10 +6,31 @@
   const { state, readBack, curves, text, element } = window.evolveDraw;
   const root = document.getElementById("playground");
   const find = (part) => root.querySelector(`[data-part="${part}"]`);
+  const address = window.evolveAddress;
   const model = play.create();
 
   function say(words) {
     find("status").textContent = words;
+  }
+
+  // --------------------------------------------------------------------------- what can be taken back
+
+  const past = [];
+
+  // Change some parts of the model by ``act``, so that undo can bring them back. Nothing where it throws.
+  function change(words, parts, act) {
+    const before = Object.fromEntries(parts.map((part) => [part, structuredClone(model[part])]));
+    act();
+    past.push({ words, before });
+  }
+
+  // The last change; after a reload, which forgets the changes and not the tokens, the last token.
+  function undo() {
+    const last = past.pop();
+    if (!last && !model.tokens.length) return "There is nothing to take back.";
+    const words = last ? last.words : `token ${model.tokens.length}`;
+    Object.assign(model, last ? last.before : { tokens: model.tokens.slice(0, -1) });
+    return `Taken back: ${words}.`;
   }
 
   // ------------------------------------------------------------------------------- numbers one can type
@@ -27,6 +48,12 @@
         field.setAttribute("aria-invalid", "true");
         alert.textContent = `${error.message}. Still in use: ${get()}.`;
       }
+    });
+    field.addEventListener("change", () => {
+      if (!field.hasAttribute("aria-invalid")) return;
+      const words = alert.textContent.replace("Still in use", "Back to");
+      refresh();
+      alert.textContent = words;
     });
     slider.addEventListener("input", () => {
       set(Number(slider.value));
@@ -82,23 +109,32 @@
     });
   }
 
-  // One stop of the tab key; the arrow keys move inside.
+  // Where a key leads from row r and column c; Home and End stay in the row unless Ctrl is held.
+  const MOVES = {
+    ArrowRight: (r, c) => [r, c + 1],
+    ArrowLeft: (r, c) => [r, c - 1],
+    ArrowDown: (r, c) => [r + 1, c],
+    ArrowUp: (r, c) => [r - 1, c],
+    Home: (r, c, far) => [far ? 0 : r, 0],
+    End: (r, c, far) => [far ? play.K - 1 : r, play.V - 1],
+  };
+
+  // One stop of the tab key; these keys move inside.
   find("board").addEventListener("keydown", (event) => {
-    const step = { ArrowRight: [0, 1], ArrowLeft: [0, -1], ArrowDown: [1, 0], ArrowUp: [-1, 0] }[event.key];
     const cell = event.target.closest("td");
-    if (!step || !cell || event.ctrlKey || event.metaKey || event.altKey) return;
+    const far = event.ctrlKey || event.metaKey;
+    if (!Object.hasOwn(MOVES, event.key) || !cell || event.altKey || (far && event.key.startsWith("Arrow"))) return;
     event.preventDefault();
-    const row = board.rows[(cell.parentElement.sectionRowIndex + step[0] + play.K) % play.K];
-    const column = ((cell.cellIndex - 1 + step[1] + play.V) % play.V) + 1;
+    const [r, c] = MOVES[event.key](cell.parentElement.sectionRowIndex, cell.cellIndex - 1, far);
     for (const other of board.querySelectorAll("button")) other.tabIndex = -1;
-    const next = row.cells[column].firstChild;
+    const next = board.rows[(r + play.K) % play.K].cells[((c + play.V) % play.V) + 1].firstChild;
     next.tabIndex = 0;
     next.focus();
   });
 
   function write(token, words) {
     try {
-      play.add(model, token);
+      change(words, ["tokens"], () => play.add(model, token));
       const { now, error } = show();
       say(`Token ${now}: ${words}. Mean read-back error ${text(error)}.`);
     } catch (error) {
@@ -122,19 +158,20 @@
 
   find("pass").addEventListener("click", () => write(null, "nothing is written, only time passes"));
   find("undo").addEventListener("click", () => {
-    const had = model.tokens.length;
-    model.tokens.pop();
+    const words = undo();
+    refreshAll();
     show();
-    say(had ? `Token ${had} is taken back.` : "There is nothing to take back.");
+    say(words);
   });
   find("clear").addEventListener("click", () => {
-    model.tokens = [];
+    if (!model.tokens.length) return say("The memory is empty already.");
+    change("clear", ["tokens"], () => (model.tokens = []));
     show();
-    say("The memory is empty; rule and numbers are as they were.");
+    say("The memory is empty; rule and numbers are as they were. Undo brings the tokens back.");
   });
   for (const button of root.querySelectorAll("[data-example]")) {
     button.addEventListener("click", () => {
-      play.load(model, button.dataset.example);
+      change("the example", Object.keys(model), () => play.load(model, button.dataset.example));
       refreshAll();
       const { now, error } = show();
       say(`Example: ${button.textContent}. ${now} tokens, mean read-back error ${text(error)}.`);
@@ -142,23 +179,36 @@
   }
   for (const button of root.querySelectorAll("[data-decays]")) {
     button.addEventListener("click", () => {
-      model.alphas = JSON.parse(button.dataset.decays);
+      change("the decays", ["alphas"], () => (model.alphas = JSON.parse(button.dataset.decays)));
       refreshAll();
       show();
       say(`Decays: ${model.alphas.join(", ")}.`);
     });
   }
+
+  // ------------------------------------------------------------------------------- a pair of one's own
+
+  // What a field holds; where it cannot be read the field is marked and the trouble noted.
+  function typed(part, read, trouble) {
+    const field = find(part);
+    field.removeAttribute("aria-invalid");
+    try {
+      return read(field.value);
+    } catch (error) {
+      field.setAttribute("aria-invalid", "true");
+      trouble.push(error.message);
+    }
+  }
+
   find("own").addEventListener("submit", (event) => {
     event.preventDefault();
-    const alert = find("own-alert");
-    alert.textContent = "";
-    try {
-      const token = play.ownPair(find("own-key").value, find("own-value").value);
-      write(token, "a pair of your own");
-    } catch (error) {
-      alert.textContent = `${error.message}. Nothing was written.`;
-    }
+    const trouble = [];
+    const token = { key: typed("own-key", play.ownKey, trouble), value: typed("own-value", play.ownValue, trouble) };
+    find("own-alert").textContent = trouble.length ? `${trouble.join("; ")}. Nothing was written.` : "";
+    if (trouble.length) find("own").querySelector("[aria-invalid]").focus();
+    else write(token, "a pair of your own");
   });
+  find("own").addEventListener("input", (event) => event.target.removeAttribute("aria-invalid"));
 
   // ------------------------------------------------------------------------------------------- drawing
 
@@ -183,12 +233,48 @@
     find("means").textContent = shown.entries.length
       ? `mean error now ${text(shown.error)}, after ${play.AHEAD} more tokens without a write ${text(shown.later)}`
       : "";
+    keep();
     return shown;
   }
 
+  // ------------------------------------------------------------------------------------- the address
+
+  let waiting = 0;
+  let kept = null; // the fragment of what was last shown; none before the first change
+
+  // Browsers refuse many changes of the address in a second, as a slider would make them: the last one counts.
+  function keep() {
+    const fragment = address.write(model);
+    if (kept !== null && fragment !== kept) {
+      window.clearTimeout(waiting);
+      waiting = window.setTimeout(() => window.history.replaceState(null, "", fragment), 150);
+    }
+    kept = fragment;
+  }
+
+  // Show what the address holds, if it does.
+  function open() {
+    try {
+      const found = address.read(window.location.hash);
+      if (found) Object.assign(model, found);
+    } catch (error) {
+      say(`The address holds no state that can be read: ${error.message}.`);
+    }
+    refreshAll();
+    show();
+  }
+
+  window.addEventListener("hashchange", () => {
+    kept = null;
+    const before = Object.fromEntries(Object.entries(model).map(([part, x]) => [part, structuredClone(x)]));
+    open();
+    if (address.write(before) !== kept) past.push({ words: "the state of the address", before });
+  });
+  // Cells and lines are painted anew in the colours of the other scheme.
+  new MutationObserver(show).observe(document.documentElement, { attributeFilter: ["data-theme"] });
+
   root.hidden = false; // before anything is drawn: labels are spaced by the width that they have
   play.load(model, "crowd");
-  refreshAll();
-  show();
+  open();
   window.evolvePlayground.model = model; // for tests, and for the curious in the console
 })();

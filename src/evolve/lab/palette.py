@@ -19,6 +19,7 @@ PAPER = "#f8f7f4"  # one step lighter: "nothing here" inside a matrix
 INK = "#23232b"  # titles and values
 MUTED = "#5c5b62"  # labels, ticks, captions
 HAIR = "#cfcdc6"  # grid and hairlines
+PANEL_DARK = "#20252e"  # what the panel is where a drawing of the site follows a dark page
 
 
 class Mechanism(NamedTuple):
@@ -88,13 +89,13 @@ def mix(one: str, other: str, share: float) -> str:
     return format_hex(share * parse_hex(one) + (1 - share) * parse_hex(other))
 
 
-def text_colour(colour: str, background: str = PANEL) -> str:
-    """``colour``, darkened in small steps of ink until text in it reaches 4.5 : 1 on ``background``."""
+def text_colour(colour: str, background: str = PANEL, ink: str = INK) -> str:
+    """``colour``, with more and more ``ink`` in it until text reaches 4.5 : 1 on ``background``."""
     for share in np.linspace(1, 0, 41):
-        candidate = mix(colour, INK, float(share))
+        candidate = mix(colour, ink, float(share))
         if contrast(candidate, background) >= 4.5:
             return candidate
-    return INK
+    return ink
 
 
 # ------------------------------------------------------------------------------------------ maps for matrices
@@ -148,4 +149,11 @@ def diverging() -> np.ndarray:
     """The map for signed data, sRGB [255, 3]: blue (−) ← paper (0) → red-brown (+), equally light at ±x."""
     minus = _even_curve([PAPER, "#a9c9ea", "#3f7fd0", "#123a80"], 128)
     plus = _even_curve([PAPER, "#f3bf9c", "#d9603a", "#711d08"], 128)
+    return np.concatenate([minus[:0:-1], plus])
+
+
+def diverging_dark() -> np.ndarray:
+    """The same for a dark page, sRGB [255, 3]: 0 is the page's panel, and what is large shines."""
+    minus = _even_curve([PANEL_DARK, "#28558f", "#4f93e0", "#b5d7ff"], 128)
+    plus = _even_curve([PANEL_DARK, "#8d4021", "#e37d50", "#ffd3bb"], 128)
     return np.concatenate([minus[:0:-1], plus])
