@@ -314,6 +314,7 @@ def test_the_stored_scoreboard_is_what_the_probes_measure():
         handover.hybrid_row(),
         handover.hybrid_row(7, "Attention Residuals"),
         handover.hybrid_row(8, "Mixture of experts"),
+        handover.hybrid_row(9, "Kimi K3"),
     ]
     assert len(stored) == len(measured)
     for row in measured:

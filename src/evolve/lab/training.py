@@ -1,4 +1,4 @@
-"""One training loop for every rung: AdamW, warm-up and cosine, clipping, validation, exact resume.
+"""One training loop for every rung: AdamW or Muon, warm-up and cosine, clipping, validation, exact resume.
 
 Batch n is a function of n (``batches(n)``), what a model draws in step n is a function of the seed and of n,
 and the checkpoint holds everything else that changes: weights, optimiser, curve. So a run that is killed at
@@ -23,6 +23,7 @@ from torch import nn
 from evolve.attention_residuals import PseudoQuery
 from evolve.checkpoint import replacing
 from evolve.checks import check_count, require
+from evolve.lab import muon
 from evolve.lab.seeds import generator, seed_everything
 from evolve.lab.tasks import Batch
 from evolve.progress import progress
@@ -43,6 +44,7 @@ class TrainingConfig:
     weight_decay: float = 0.1  # on matrices only, not on gains and biases
     clip: float = 1.0  # largest norm of the gradient
     query_rate: float = 1.0  # of Attention Residuals' pseudo-queries, as a multiple of the others' rate
+    optimizer: str = "adamw"  # or "muon": Muon per head for the layers' matrices, AdamW for the rest
     seed: int = 0  # of whatever the model draws while training
     eval_every: int = 50  # steps between two validations; the last step always has one
     save_every: int = 50  # steps between two checkpoints, if there is a file for them
@@ -55,6 +57,8 @@ class TrainingConfig:
             x = getattr(self, name)
             fits = isinstance(x, int | float) and 0 < x < math.inf
             require(fits, f"{name} must be positive and finite, got {x!r}")
+        known = ("adamw", "muon")
+        require(self.optimizer in known, f"optimizer must be one of {known}, got {self.optimizer!r}")
         decay = self.weight_decay
         fits = isinstance(decay, int | float) and 0 <= decay < math.inf
         require(fits, f"weight_decay must be >= 0 and finite, got {decay!r}")
@@ -153,14 +157,28 @@ def train(
     return run
 
 
-def _optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.AdamW:
+Optimizer = torch.optim.Optimizer | muon.Joined
+
+
+def _optimizer(model: nn.Module, config: TrainingConfig) -> Optimizer:
+    if config.optimizer == "adamw":
+        return _adamw([p for p in model.parameters() if p.requires_grad], model, config)
+    served = muon.matrices(model)
+    require(bool(served), "model must have matrices in its layers for Muon, got none")
+    named = dict(model.named_parameters())
+    groups = [{"params": [named[name]], "rows": rows} for name, rows in served.items()]
+    rest = [p for name, p in named.items() if p.requires_grad and name not in served]
+    parts = {"muon": muon.Muon(groups, lr=config.peak, weight_decay=config.weight_decay)}
+    return muon.Joined(parts | {"adamw": _adamw(rest, model, config)})
+
+
+def _adamw(params: list[nn.Parameter], model: nn.Module, config: TrainingConfig) -> torch.optim.AdamW:
     def is_matrix(p: nn.Parameter) -> bool:  # or a stack of experts' matrices; a convolution's is [C, 1, W]
         return p.ndim == 2 or (p.ndim == 3 and p.shape[1] > 1)
 
-    trained = [p for p in model.parameters() if p.requires_grad]  # not a router's bias
     of_sites = {id(m.weight) for m in model.modules() if isinstance(m, PseudoQuery)}
-    queries = [p for p in trained if id(p) in of_sites]
-    rest = [p for p in trained if id(p) not in of_sites]
+    queries = [p for p in params if id(p) in of_sites]
+    rest = [p for p in params if id(p) not in of_sites]
     groups = [
         {"params": [p for p in rest if is_matrix(p)], "weight_decay": config.weight_decay, "rate": 1.0},
         {"params": [p for p in rest if not is_matrix(p)], "weight_decay": 0.0, "rate": 1.0},
@@ -169,7 +187,7 @@ def _optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.AdamW:
     return torch.optim.AdamW([g for g in groups if g["params"]], lr=config.peak, betas=config.betas)
 
 
-def _step(model: nn.Module, batches: Batches, optimizer: torch.optim.Optimizer, run: Run) -> None:
+def _step(model: nn.Module, batches: Batches, optimizer: Optimizer, run: Run) -> None:
     """One step of descent; nothing has changed if the loss turns out not to be finite."""
     step = len(run.loss)
     torch.manual_seed(generator(run.config.seed, step).initial_seed())  # dropout, on every device
@@ -222,7 +240,7 @@ def _identity(model: nn.Module, batches: Batches, config: TrainingConfig) -> dic
     return fields | {"model": json.dumps(form), "data": data.hexdigest()}
 
 
-def _save(file: Path, identity: dict, model: nn.Module, optimizer: torch.optim.Optimizer, run: Run) -> None:
+def _save(file: Path, identity: dict, model: nn.Module, optimizer: Optimizer, run: Run) -> None:
     state = {
         "identity": identity,
         "model": model.state_dict(),
@@ -236,9 +254,7 @@ def _save(file: Path, identity: dict, model: nn.Module, optimizer: torch.optim.O
         torch.save(state, temporary)
 
 
-def _resume(
-    file: Path, identity: dict, model: nn.Module, optimizer: torch.optim.Optimizer, run: Run, last: int
-) -> None:
+def _resume(file: Path, identity: dict, model: nn.Module, optimizer: Optimizer, run: Run, last: int) -> None:
     """Put everything back as it was when ``file`` was written; the file itself is never touched."""
     try:
         with zipfile.ZipFile(file) as archive:  # torch stores checksums, but does not look at them
